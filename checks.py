@@ -1,0 +1,36 @@
+"""What a setting may be, refused in one line for a person: the key, the value, what would be valid. No torch here."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+def one_of(key: str, value: str, valid: Iterable[str]) -> None:
+    """ValueError unless the value is one of the valid words."""
+    words = list(valid)
+    if value not in words:
+        raise ValueError(f"{key}={value} is not one of {', '.join(words)}{nearest(value, words)}")
+
+
+def at_least(section: str, settings: Any, least: float, *names: str) -> None:
+    """ValueError naming the first of these keys of a section that is below `least`; null passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{section}.{name}={value} must be at least {least}")
+
+
+def number_or_auto(key: str, value: float | str, least: float = 0) -> None:
+    """ValueError unless the value is the word auto or a number from `least` up."""
+    if value != "auto" and (isinstance(value, str) or not value >= least):
+        raise ValueError(f"{key}={value} must be auto or a number of at least {least}")
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The end of a message that suggests the nearest valid name; nothing where no name is near."""
+    names = list(valid)
+    last = word.rpartition(".")[2]
+    close = get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    # The right name in the wrong section: `tokens` for train.tokens, `train.layers` for model.layers.
+    close = close or [name for name in names if get_close_matches(last, [name.rpartition(".")[2]], cutoff=0.8)]
+    return f"; did you mean {close[0]}?" if close else ""
