@@ -1,0 +1,66 @@
+"""Accumulation: a rank's share of the batch is cut into micro-batches, one forward pass each. Imports no torch."""
+
+from dataclasses import dataclass
+
+from checks import number_or_auto
+
+AUTO_TOKENS = 8192  # memory.micro_batch=auto: the most tokens of one forward pass, unless one sequence has more
+
+
+@dataclass
+class MemoryConfig:
+    """Keys of the `memory` group."""
+
+    micro_batch: int | str
+
+    def __post_init__(self) -> None:
+        number_or_auto("memory.micro_batch", self.micro_batch, least=1)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """One optimizer step in numbers: all ranks together, one rank, one forward pass."""
+
+    num_sequences: int  # over all data parallel ranks
+    seq_len: int  # tokens per sequence
+    num_parts: int  # data parallel ranks
+    micro_batch: int  # sequences of one forward pass on one rank
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step over all ranks."""
+        return self.num_sequences * self.seq_len
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of one rank in one step."""
+        return self.num_sequences // (self.num_parts * self.micro_batch)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,} tokens = {self.seq_len:,} tokens x {self.micro_batch} sequences "
+            f"x {self.num_micro_batches} micro-batches x {self.num_parts} dp ranks"
+        )
+
+
+def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int) -> BatchShape:
+    """Cuts a step of `tokens` into sequences, ranks' shares and micro-batches.
+
+    `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens. ValueError: the
+    tokens do not divide; the message has the nearest that do.
+    """
+    step = seq_len * num_parts * (1 if isinstance(micro_batch, str) else micro_batch)
+    if tokens < 1 or tokens % step:
+        named = "" if isinstance(micro_batch, str) else f" * memory.micro_batch={micro_batch}"
+        below, above = tokens // step * step, (max(tokens, 0) // step + 1) * step
+        nearest = f"{below} or {above}" if below > 0 else f"{above}"
+        raise ValueError(
+            f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
+            f"nearest valid: batch.tokens={nearest}"
+        )
+    num_sequences = tokens // seq_len
+    if isinstance(micro_batch, str):
+        per_rank = num_sequences // num_parts
+        fits = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and n * seq_len <= AUTO_TOKENS]
+        micro_batch = max(fits, default=1)
+    return BatchShape(num_sequences, seq_len, num_parts, micro_batch)

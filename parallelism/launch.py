@@ -1,0 +1,142 @@
+"""Starts the ranks of a run on this node through torch.distributed's elastic launcher, or joins those that are there.
+
+Ranks are forked: they share the pages of torch that this process has imported, and eight of them start in seconds
+where spawning takes a minute. So this process must run no tensor operation and touch no GPU before.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from parallelism.ranks import joined
+
+Stop = Callable[[], int]  # the number of the signal that asked this rank to stop; 0: none did
+Work = Callable[..., int]  # what a rank does: takes a Stop, then the arguments; its result is the run's exit code
+
+FAILED = 1  # exit code of a run in which a rank failed
+
+
+def run_ranks(work: Work, *args: Any, num_ranks: int) -> int:
+    """Runs `work(stop, *args)` in every rank and returns the run's exit code.
+
+    Under torchrun and srun the ranks are there already and this process is one of them; else `num_ranks` are forked.
+    SIGINT and SIGTERM ask the ranks to finish their step, and give 130 and 143; a second one ends them at once.
+    """
+    return _join(work, *args) if joined() else _fork(work, *args, num_ranks=num_ranks)
+
+
+def _fork(work: Work, *args: Any, num_ranks: int) -> int:
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they log of a failure is told below, once
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="ndgpt",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        start_method="fork",
+        signals_to_handle="SIGUSR2",  # not ours: the launcher would kill a rank whose step takes over 30 seconds
+    )
+    received: list[int] = []
+    previous = {number: signal.signal(number, _pass_on(received)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        codes = elastic_launch(config, _forked_rank)(os.getpid(), num_ranks, work, *args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if received and failure.exitcode in (-signal.SIGINT, -signal.SIGKILL):
+            return 128 + received[0]
+        print(f"rank {rank} failed:\n{_reason(failure)}", file=sys.stderr, flush=True)
+        return FAILED
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 + received[0] if received else max(codes.values())
+
+
+def _pass_on(received: list[int]) -> Callable[[int, FrameType | None], None]:
+    """A handler that sends the first signal to every rank as SIGINT and kills the ranks at the second."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGINT if len(received) == 1 else signal.SIGKILL)
+
+    return handle
+
+
+def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
+    # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _share_cores(num_ranks)
+    try:
+        code = work(lambda: received[0] if received else 0, *args)
+    except Exception:
+        # The launcher reports the rank it sees exit first. That has to be the cause: one that was killed before all,
+        # then the first that raised, and not those whose collective broke because of them.
+        time.sleep(0.5 if _first_to_fail() else 10)
+        raise
+    # From here on this process only waits for the launcher, whose death sends SIGINT, and must not outlive it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getppid() != launcher:
+        os._exit(code)
+    return code
+
+
+def _join(work: Work, *args: Any) -> int:
+    received: list[tuple[int, float]] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append((number, time.monotonic()))
+        # A Ctrl-C reaches a rank twice, from the terminal and from torchrun: within a second it counts as one.
+        if received[-1][1] - received[0][1] > 1:
+            os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    try:
+        return work(lambda: received[0][0] if received else 0, *args)
+    except Exception:
+        if _first_to_fail():
+            print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return FAILED
+
+
+def _first_to_fail() -> bool:
+    """Whether no other rank has failed before this one; the ranks' common store keeps the count."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("ranks_failed", 1) == 1
+    except RuntimeError:  # the store died with the rank that held it, so that one was first
+        return False
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Divides this node's cores among its ranks: more threads than cores would only wait for each other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // num_ranks))
+
+
+def _reason(failure: ProcessFailure) -> str:
+    """The traceback of a rank that raised, or how a rank ended that could not."""
+    message: Any = failure.message  # torch calls it a str, but it is what the rank's error file holds
+    return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message).rstrip()

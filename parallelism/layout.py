@@ -1,0 +1,73 @@
+"""The degrees of a layout: a frozen value that refuses what can't be. Imports no torch; planning uses it too."""
+
+from dataclasses import dataclass, fields
+from math import prod
+
+BUILT = ("dp",)  # the axes that have a file here; any other degree must be 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each axis has. ValueError: a degree below 1, or above 1 where no layout is built yet."""
+
+    dp: int
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, degree in self.degrees().items():
+            if degree < 1:
+                raise ValueError(f"{axis}={degree} must be at least 1")
+            if degree > 1 and axis not in BUILT:
+                raise ValueError(f"{axis}={degree} is not built yet; valid: {axis}=1 (today: {', '.join(BUILT)})")
+
+    def degrees(self) -> dict[str, int]:
+        """Every key of the command line with its degree."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={degree}" for axis, degree in self.degrees().items() if degree > 1]
+        return f"{' '.join(parts)}, {self.world_size} ranks" if parts else "one rank"
+
+
+def resolve_layout(
+    *, dp: int | str, num_devices: int, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
+) -> Layout:
+    """The layout with dp=auto filled in: what is left of `num_devices`, at least 1. ValueError: see Layout."""
+    if isinstance(dp, str):
+        if dp != "auto":
+            raise ValueError(f"dp={dp} is not a whole number or auto; valid: dp=auto, dp=1, dp=2, ...")
+        dp = max(1, num_devices // max(1, prod((tp, pp, cp))))
+    return Layout(dp=dp, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:
+    """ValueError where the layout is not made for the ranks that `started_by` (torchrun, srun) has started."""
+    if layout.world_size != world_size:
+        others = layout.world_size // layout.dp
+        fits = f"dp={world_size // others} or dp=auto" if world_size % others == 0 else f"a multiple of {others} ranks"
+        raise ValueError(
+            f"the layout ({layout}) does not fit the {world_size} ranks that {started_by} has started; valid: {fits}"
+        )
+
+
+def check_gpus(layout: Layout, num_gpus: int, devices_per_node: int) -> None:
+    """ValueError where this node has too few GPUs; the message holds the torchrun line for enough nodes."""
+    if layout.world_size <= num_gpus:
+        return
+    per_node = max(n for n in range(1, max(1, devices_per_node) + 1) if layout.world_size % n == 0)
+    nodes = layout.world_size // per_node
+    raise ValueError(
+        f"the layout ({layout}) needs {layout.world_size} GPUs and this node has {num_gpus}; with {devices_per_node} "
+        f"GPUs a node it needs {nodes} nodes, on each of them: torchrun --nnodes {nodes} --nproc-per-node {per_node} "
+        "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 train.py (and your overrides); "
+        "or add device=cpu to try the layout here"
+    )
