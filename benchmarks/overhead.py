@@ -1,0 +1,183 @@
+"""What the trainer costs over a bare PyTorch loop: speed and peak memory, same model, same tokens.
+
+    python benchmarks/overhead.py              about 15 minutes on two cores
+    python benchmarks/overhead.py speed        or one part of it
+    python benchmarks/overhead.py memory
+
+Speed: one process holds both; after every step of the trainer (file, W&B and terminal included) the bare loop takes
+one on the same tokens, and the medians are compared, so that a noisy machine disturbs both alike.
+Memory: each in a process of its own; the highest resident set that the kernel saw.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from training.job import Job, make_job  # noqa: E402  (the path comes first)
+
+WARMUP = 3  # steps that are not counted: the first ones allocate and, with compile, compile
+
+GPT2 = "model=gpt2 batch.tokens=512 batch.seq_len=256 memory.micro_batch=2"
+CASES = {
+    "default model": ("", 30),
+    "GPT-2 124M, 2 x 256, fp32": (f"{GPT2} precision=fp32", 8),
+    "GPT-2 124M, 2 x 256, precision=auto": (f"{GPT2} precision=auto", 8),
+    "GPT-2 124M, 2 x 256, precision=auto compile=true": (f"{GPT2} precision=auto compile=true", 8),
+}
+
+
+def job_of(overrides: str, steps: int) -> Job:
+    """The job of a command line, on synthetic tokens and this machine's CPU or GPU as one rank."""
+    import train  # noqa: F401  (registers the resolvers of conf/config.yaml)
+
+    fixed = ["data=synthetic", f"train.steps={steps}", "train.eval_every=0", "train.eval_tokens=512", "dp=1"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return make_job(compose("config", [*fixed, *overrides.split()]))
+
+
+class BareLoop:
+    """What anybody would write around the same model, in fp32: cross-entropy, clipping, AdamW."""
+
+    def __init__(self, job: Job, device: Any) -> None:
+        import torch
+
+        from models.gpt import GPT
+
+        self.model = GPT(job.config.model).to(device)
+        self.model.init_weights(job.config.seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
+        self.job, self.device = job, device
+        self.losses: list[float] = []
+
+    def step(self, tokens: Any) -> None:
+        """One step on tokens (B, T + 1)."""
+        import torch
+        import torch.nn.functional as F
+
+        tokens = tokens.to(self.device)
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
+    """One rank that runs the trainer and, between its steps, the bare loop; writes both medians."""
+    import torch
+
+    from parallelism.mesh import start_process_group
+    from training.console import Terminal
+    from training.loop import train
+    from training.metrics import StepMetrics
+    from training.optimizer import make_optimizer
+    from training.run import build_model, make_sinks, open_corpus
+
+    device = start_process_group(job.device, 10)
+    corpus = open_corpus(job)
+    model = build_model(job, device)
+    bare = BareLoop(job, device)
+    seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
+
+    class Between:
+        """A sink that is told after each step: it takes the bare loop's step and both times."""
+
+        began = time.perf_counter()
+
+        def record(self, metrics: dict[str, Any]) -> None:
+            if "loss" not in metrics:
+                return
+            seconds["trainer"].append(time.perf_counter() - self.began)
+            start = metrics["tokens"] - job.batch.tokens
+            shape = (job.batch.num_sequences, job.batch.seq_len)
+            windows = [corpus.train.read(start + i * shape[1], shape[1] + 1) for i in range(shape[0])]
+            tokens = torch.stack([torch.from_numpy(window) for window in windows])
+            began = time.perf_counter()
+            bare.step(tokens)
+            seconds["bare"].append(time.perf_counter() - began)
+            self.began = time.perf_counter()
+
+        def finish(self) -> None:
+            pass
+
+    sinks = [*make_sinks(job, folder, Terminal(job, folder, corpus)), Between()]
+    optimizer = make_optimizer(model.model, job.config.optim)
+    train(job, model, optimizer, corpus, StepMetrics(job, None), sinks, device, stop)
+    for sink in sinks:
+        sink.finish()
+    torch.distributed.destroy_process_group()
+    medians = [statistics.median(seconds[name][WARMUP:]) for name in ("trainer", "bare")]
+    out.write_text(" ".join(map(str, medians)))
+    return 0
+
+
+def speed() -> list[str]:
+    """The rows of the speed table."""
+    from parallelism.launch import run_ranks
+
+    rows = ["| case | bare fp32 loop, tokens/s | trainer, tokens/s | trainer / bare |", "| --- | --- | --- | --- |"]
+    for name, (overrides, steps) in CASES.items():
+        job = job_of(overrides, steps + WARMUP)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "medians"
+            assert run_ranks(compare, job, Path(folder), out, num_ranks=1) == 0
+            trainer, bare = map(float, out.read_text().split())
+        tokens = job.batch.tokens
+        rows.append(
+            f"| {name} ({job.precision}) | {tokens / bare:,.0f} | {tokens / trainer:,.0f} | {bare / trainer:.3f} |"
+        )
+    return rows
+
+
+def memory() -> list[str]:
+    """The rows of the memory table: GPT-2 124M in fp32, four steps."""
+    overrides = f"{GPT2} precision=fp32 train.sample_tokens=0 train.steps=4 data=synthetic train.eval_every=0"
+    with tempfile.TemporaryDirectory() as folder:
+        ours = [sys.executable, str(ROOT / "train.py"), *overrides.split(), f"hydra.run.dir={folder}/run"]
+        trainer = peak_bytes(ours)
+        bare = peak_bytes([sys.executable, __file__, "bare"])
+    return [
+        "| GPT-2 124M, 2 x 256, fp32 | peak resident memory |",
+        "| --- | --- |",
+        f"| bare loop | {bare / 2**30:.2f} GiB |",
+        f"| trainer | {trainer / 2**30:.2f} GiB ({trainer / bare - 1:+.1%}) |",
+    ]
+
+
+def peak_bytes(command: list[str]) -> int:
+    """The largest resident set of a command's processes."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, command
+    return usage.ru_maxrss * 1024
+
+
+def bare() -> None:
+    """The bare loop alone, for `memory`."""
+    import torch
+
+    job = job_of(f"{GPT2} precision=fp32", 4)
+    loop = BareLoop(job, torch.device(job.device))
+    for step in range(4):
+        loop.step(torch.randint(job.config.model.vocab_size, (2, 257), generator=torch.Generator().manual_seed(step)))
+
+
+if __name__ == "__main__":
+    part = sys.argv[1] if len(sys.argv) > 1 else "all"
+    if part == "bare":
+        bare()
+    else:
+        rows = (speed() if part != "memory" else []) + (["", *memory()] if part != "speed" else [])
+        print("\n".join(rows))

@@ -1,0 +1,62 @@
+"""Runs the real commands: what a user types, and what comes back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+import train as entry  # registers the resolvers that conf/config.yaml uses
+from training.job import Job, make_job
+
+ROOT = Path(entry.__file__).parent
+
+# A model and data of which a step takes milliseconds; fp32 on the CPU, whatever machine runs the tests.
+TINY = [
+    *["model.layers=2", "model.dim=32", "model.heads=4", "model.context=32", "model.vocab_size=64"],
+    *["data=synthetic", "data.tokens=20000", "batch.seq_len=32", "batch.tokens=512"],
+    *["train.steps=4", "train.eval_every=2", "train.eval_tokens=2000", "train.sample_tokens=0"],
+    *["device=cpu", "precision=fp32", "logger=none"],
+]
+
+
+def make_tiny_job(*overrides: str) -> Job:
+    """The job that a command line of TINY and these overrides makes, in this process."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return make_job(compose("config", [*TINY, *overrides]))
+
+
+def start_training(
+    folder: Path, *overrides: str, before: tuple[str, ...] = (sys.executable,), env: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
+    """Starts `train.py` with TINY and these overrides, leaving the run in `folder`."""
+    command = [*before, str(ROOT / "train.py"), *TINY, f"hydra.run.dir={folder}", *overrides]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def run_training(folder: Path, *overrides: str, code: int = 0, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Runs `train.py` to its end and asserts its exit code."""
+    process = start_training(folder, *overrides, **options)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """One metric of a run, from the lines that have it."""
+    return [line[name] for line in read_metrics(folder) if name in line]

@@ -1,0 +1,266 @@
+"""The commands of the README as a user runs them: real processes, real ranks."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import ROOT, TINY, column, read_metrics, run_training, start_training
+
+# CONTRACT 4: the keys of a step's line.
+STEP_KEYS = {
+    "step", "tokens", "loss", "grad_norm", "lr", "batch_tokens", "seq_len", "micro_batches", "step_seconds",
+    "tokens_per_second", "tflops_per_device", "mfu", "hfu", "noise_scale", "memory",
+}  # fmt: skip
+MEASURED = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "hfu", "memory"}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_rank") / "run"
+    run_training(folder)
+    return folder
+
+
+def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    """Returns when the run has finished that step."""
+    for _ in range(600):
+        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within a minute")
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the processes that still run for this folder."""
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+def assert_all_gone(folder: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(folder)
+
+
+def test_a_run_leaves_what_the_contract_says(one_rank: Path) -> None:
+    lines = read_metrics(one_rank)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in steps] == [512, 1024, 1536, 2048]
+    assert all(set(line) == STEP_KEYS for line in steps)
+    assert all(line["mfu"] is None for line in steps)  # no known peak of a CPU
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    # Untrained, the model is near uniform over its 64 tokens; grad_norm is before clipping to 1.
+    assert steps[0]["loss"] == pytest.approx(math.log(64), abs=0.1)
+    assert steps[-1]["lr"] == pytest.approx(3e-4)
+    assert "steps: 4" in (one_rank / "config.yaml").read_text()
+
+
+def test_the_same_seed_twice_gives_the_same_run(one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "again")
+    run_training(tmp_path / "other", "seed=1")
+
+    def settled(folder: Path) -> list[dict[str, Any]]:
+        return [{key: line[key] for key in line.keys() - MEASURED} for line in read_metrics(folder)]
+
+    assert settled(tmp_path / "again") == settled(one_rank)
+    assert settled(tmp_path / "other") != settled(one_rank)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["dp=2"],
+        ["dp=4"],
+        ["memory.micro_batch=8"],
+        ["memory.micro_batch=4"],
+        ["dp=2", "memory.micro_batch=2"],
+        ["dp=4", "memory=accum"],
+    ],
+    ids=" ".join,
+)
+def test_every_layout_gives_the_one_rank_run(layout: list[str], one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "run", *layout)
+    for name, tolerance in {"loss": 1e-5, "eval_loss": 1e-5, "grad_norm": 1e-4}.items():
+        assert column(tmp_path / "run", name) == pytest.approx(column(one_rank, name), rel=tolerance), name
+
+
+def test_three_ranks_with_dropout_off_and_an_odd_batch(tmp_path: Path) -> None:
+    run_training(tmp_path / "one", "batch.tokens=480")
+    run_training(tmp_path / "three", "batch.tokens=480", "dp=3", "memory.micro_batch=1")
+    for name, tolerance in {"loss": 1e-5, "eval_loss": 1e-5, "grad_norm": 1e-4}.items():
+        assert column(tmp_path / "three", name) == pytest.approx(column(tmp_path / "one", name), rel=tolerance), name
+
+
+def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(one_rank: Path, tmp_path: Path) -> None:
+    dropped = ["dp=2", "model.dropout=0.3"]
+    run_training(tmp_path / "a", *dropped)
+    run_training(tmp_path / "b", *dropped)
+    assert column(tmp_path / "a", "loss") == column(tmp_path / "b", "loss")
+    assert column(tmp_path / "a", "loss") != pytest.approx(column(one_rank, "loss"), rel=1e-5)
+
+
+def test_bf16_stays_within_a_percent(one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "run", "precision=bf16")
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-2)
+    assert column(tmp_path / "run", "loss") != column(one_rank, "loss")
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def test_torchrun_is_joined(one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "run", before=(*TORCHRUN, "--nproc-per-node", "2"))
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)
+
+
+def test_torchrun_on_two_nodes(one_rank: Path, tmp_path: Path) -> None:
+    port = 20_000 + os.getpid() % 20_000
+    nodes = [
+        start_training(
+            tmp_path / "run",
+            before=(*TORCHRUN, *f"--nnodes 2 --node-rank {node} --nproc-per-node 1".split(), f"--master-port={port}"),
+        )
+        for node in (0, 1)
+    ]
+    assert [(node.communicate(timeout=120), node.returncode)[1] for node in nodes] == [0, 0]
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)
+
+
+def test_srun_is_joined(one_rank: Path, tmp_path: Path) -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
+    }  # fmt: skip
+    tasks = [
+        start_training(tmp_path / "run", env={**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in ("0", "1")
+    ]
+    assert [(task.communicate(timeout=120), task.returncode)[1] for task in tasks] == [0, 0]
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)
+
+
+def test_a_bad_configuration_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "dp=4", before=(*TORCHRUN, "--nproc-per-node", "2"), code=1)
+    assert done.stderr.count("error: the layout (dp=4, 4 ranks) does not fit the 2 ranks") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["data", "forward", "evaluation", "killed"])
+def test_a_failing_rank_is_named_once_and_ends_the_run(place: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run_training(
+        tmp_path / "run",
+        "dp=3",
+        "batch.tokens=480",
+        before=(sys.executable, "-m", "tests.broken", place),
+        env={"PYTHONPATH": str(ROOT)},
+        code=1,
+    )
+    assert time.monotonic() - began < 30
+    assert done.stderr.count("rank 1 failed:") == 1
+    reason = "SIGKILL" if place == "killed" else f"KeyError: 'broken on purpose in {place}'"
+    assert done.stderr.count(reason) == 1
+    assert "rank 0 failed" not in done.stderr
+    assert_all_gone(tmp_path / "run", seconds=5)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_and_ends_the_run(number: int, code: int, tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "dp=2", "train.steps=100000")
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    steps = column(tmp_path / "run", "loss")
+    assert 3 <= len(steps) < 100_000
+    assert "results in" in out
+    assert_all_gone(tmp_path / "run", seconds=5)
+
+
+def test_metrics_are_whole_after_kill_9_and_no_process_stays(tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "dp=2", "train.steps=100000")
+    wait_for_step(tmp_path / "run", 3, process)
+    process.kill()
+    process.communicate(timeout=20)
+    assert_all_gone(tmp_path / "run", seconds=15)
+    steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "dp=2", "data.tokens=1024", "batch.tokens=640", code=2)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert re.search(r"the data hold \d+ training tokens, less than one batch of batch.tokens=640", errors[0])
+
+
+def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "dp=2", "data=files", "data.path=nowhere/*.txt", code=2)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "nowhere/*.txt" in errors[0]
+
+
+def test_the_loss_going_to_infinity_ends_the_run(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "lr.peak=1e30", "lr.final=1e30", "train.steps=50", "train.clip=inf", code=1)
+    assert "rank 0 failed:" in done.stderr
+    assert re.search(r"the loss of step \d+ is (nan|inf)", done.stderr)
+    assert column(tmp_path / "run", "loss")[-1] is None  # valid JSON all the same
+
+
+def test_an_unreachable_wandb_changes_nothing(one_rank: Path, tmp_path: Path) -> None:
+    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    began = time.monotonic()
+    run_training(tmp_path / "run", "logger=wandb", env=nobody)
+    assert time.monotonic() - began < 60
+    assert column(tmp_path / "run", "loss") == column(one_rank, "loss")
+    assert_all_gone(tmp_path / "run", seconds=15)
+
+
+def test_wandb_offline_is_the_default_and_holds_the_metrics(tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path)}  # nobody has logged in there
+    run_training(tmp_path / "run", "logger=wandb", env=env)
+    (recorded,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    content = recorded.read_bytes()
+    for name in (b"eval_loss", b"grad_norm", b"tokens_per_second"):
+        assert name in content
+
+
+def test_two_runs_started_together_have_a_folder_each(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *TINY]
+    both = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate(timeout=120)[0] for process in both]
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert column(folder, "step") == [1, 2, 2, 3, 4, 4]
+        assert sum(f"results in runs/{folder.name}" in out.splitlines() for out in printed) == 1
+
+
+def test_multirun_gives_each_job_its_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert column(tmp_path / "sweep/0", "loss") != column(tmp_path / "sweep/1", "loss")
+
+
+def test_a_text_sample_ends_the_run(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "train.sample_tokens=5")
+    assert "a sample" in done.stdout
+    assert (tmp_path / "run/sample.txt").read_text().strip()
+
+
+def test_compiled_blocks_give_the_same_losses(one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "run", "compile=true", "dp=2")
+    assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)

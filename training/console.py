@@ -1,0 +1,91 @@
+"""What a person sees of a run: a banner, a progress bar with its numbers, evaluations, a text sample, the end."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data.corpus import Corpus
+from models.flops import flops_per_token, num_parameters
+from training.job import Job
+
+PLAIN_SECONDS = 10.0  # where output goes to a file: seconds between two lines of progress
+
+
+class Terminal:
+    """A Sink for people, on stdout: a live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, job: Job, folder: Path, corpus: Corpus) -> None:
+        self._job, self._folder = job, folder
+        self._bytes_per_token = corpus.bytes_per_token
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._printed = time.monotonic()
+        self._banner(corpus.num_train_tokens)
+        columns = [
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ]
+        self._progress = Progress(*columns, console=self._console, disable=not sys.stdout.isatty())
+        self._bar = self._progress.add_task("", total=job.steps)
+        self._progress.start()
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Moves the bar for a step; prints an evaluation."""
+        if "eval_loss" in metrics:
+            words = f"step {metrics['step']}: eval loss {self._loss(metrics['eval_loss'])}"
+            self._console.print(words)
+            return
+        words = f"loss {self._loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        if metrics["mfu"] is not None:
+            words += f", MFU {metrics['mfu']:.1%}"
+        self._progress.update(self._bar, completed=metrics["step"], description=words)
+        overdue = time.monotonic() - self._printed > PLAIN_SECONDS or metrics["step"] in (1, self._job.steps)
+        if self._progress.disable and overdue:
+            self._console.print(f"step {metrics['step']}/{self._job.steps}: {words}")
+            self._printed = time.monotonic()
+
+    def sample(self, text: str) -> None:
+        """Prints what the model has written."""
+        self._progress.stop()
+        self._console.rule("a sample")
+        self._console.print(text, markup=False)
+        self._console.rule()
+
+    def finish(self) -> None:
+        """Says where the results are."""
+        self._progress.stop()
+        self._console.print(f"results in {self._folder}", markup=False)
+
+    def _banner(self, num_train_tokens: int | None) -> None:
+        job, model = self._job, self._job.config.model
+        total = job.steps * job.batch.tokens
+        flops = flops_per_token(model, job.batch.seq_len)
+        epochs = f", {total / num_train_tokens:.2f} epochs of {num_train_tokens:,}" if num_train_tokens else ""
+        rows = {
+            "model": f"{num_parameters(model):,} parameters, {model.layers} layers of width {model.dim}, "
+            f"{flops / 1e6:,.0f} MFLOPs per token",
+            "layout": f"{job.layout} on {job.device}, {job.precision}" + (", compiled" if job.config.compile else ""),
+            "batch": str(job.batch),
+            "run": f"{job.steps:,} steps, {total:,} tokens{epochs}",
+            "results": str(self._folder),
+        }
+        for name, words in rows.items():
+            self._console.print(f"{name:8} {words}", markup=False)
+
+    def _loss(self, nats: float) -> str:
+        """Nats per token, and bits per byte beside it where the tokens stand for text."""
+        if self._bytes_per_token is None:
+            return f"{nats:.4f}"
+        return f"{nats:.4f} ({bits_per_byte(nats, self._bytes_per_token):.3f} bits per byte)"
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """A loss that does not depend on the tokenizer."""
+    return nats_per_token / math.log(2) / bytes_per_token

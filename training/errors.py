@@ -1,0 +1,107 @@
+"""Errors for people: what Hydra and omegaconf raise about a configuration, in one line. Imports no torch."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from checks import nearest
+from parallelism.ranks import joined
+from training.config import Config
+
+CANNOT_RUN = 2  # exit code of a configuration, or of data, that can't be used
+CONF = Path(__file__).parent.parent / "conf"
+TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+    "list": "a list of",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that can't run; the message is one line that names keys, values and what would be valid."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns what is wrong with the configuration into one line on stderr, of rank 0 alone, and exit code 2."""
+    try:
+        yield
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+
+
+def fail(message: str) -> None:
+    """Ends this process with exit code 2; under torchrun or srun every rank does, and rank 0 speaks."""
+    ranks = joined()
+    if ranks is None or ranks.rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(CANNOT_RUN)
+
+
+def explain(error: BaseException) -> str:
+    """One line for a person."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_such_choice(error.missing_cfg_file)
+    if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
+        return explain(cause)
+    key = str(getattr(error, "full_key", None) or "")
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
+        return f"there is no key {key}{nearest(key, known_keys()) or '; python train.py --help lists them'}"
+    if isinstance(error, MissingMandatoryValue) and key:
+        return f"{key} has no value; valid: {_type_words(key)}"
+    if isinstance(error, OmegaConfBaseException) and key:
+        value = re.search(r"[Vv]alue '(.*?)'", str(error))
+        return f"{f'{key}={value[1]}' if value else key} has the wrong type; valid: {_type_words(key)}"
+    if str(error).startswith("Config group override must be a string"):  # batch=3; Hydra does not say which
+        pairs = (argument.partition("=") for argument in sys.argv[1:])
+        return next(_no_such_choice(f"{key}/{value}") for key, _, value in pairs if key in groups())
+    return " ".join(str(error).split("\nSee https")[0].split())
+
+
+def groups() -> list[str]:
+    """Every group that the command line takes."""
+    return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+
+
+def known_keys() -> list[str]:
+    """Every key and every group that the command line takes."""
+    return [*_config_keys(Config), *groups()]
+
+
+def _config_keys(schema: type, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, kind in get_type_hints(schema).items():
+        keys.append(prefix + name)
+        if is_dataclass(kind):
+            keys += _config_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return keys
+
+
+def _no_such_choice(file: str) -> str:
+    group, _, name = file.rpartition("/")
+    choices = sorted(path.stem for path in (CONF / group).glob("*.yaml") if path.stem != "base")
+    return f"{group}={name} does not exist; valid: {', '.join(choices)}{nearest(name, choices)}"
+
+
+def _type_words(key: str) -> str:
+    """What the key takes, read off the dataclass that declares it."""
+    kind: Any = Config
+    for part in re.sub(r"\[\d+\]", "", key).split("."):
+        kind = get_type_hints(kind)[part]
+    if is_dataclass(kind):
+        choice = f"{key}=NAME, or " if key in groups() else ""
+        return f"{choice}one of its keys, such as {key}.{fields(kind)[0].name}=VALUE"
+    words = str(kind).replace("<class '", "").replace("'>", "").replace(" | None", " or null").replace(" | ", " or ")
+    for short, spoken in TYPE_WORDS.items():
+        words = re.sub(rf"\b{short}\b", spoken, words)
+    return words.replace("[", " ").replace("]", "")

@@ -1,0 +1,81 @@
+"""The training loop. It knows tokens, steps and losses; how the model lies over ranks is the model's business."""
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from data.corpus import Corpus
+from data.stream import rank_batch
+from parallelism.launch import Stop
+from parallelism.nd import DistributedModel, MicroBatch
+from training.evaluate import evaluate, micro_batches
+from training.job import Job
+from training.metrics import Sink, StepMetrics
+from training.optimizer import set_lr
+from training.schedule import lr_at
+
+
+def train(
+    job: Job,
+    model: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    corpus: Corpus,
+    metrics: StepMetrics,
+    sinks: Sequence[Sink],
+    device: torch.device,
+    stop: Stop,
+) -> int:
+    """Trains to the last step of the job, or to the end of the step in which a rank was asked to stop.
+
+    Returns the number of the signal that asked, or 0. RuntimeError: the loss is not finite any more.
+    """
+    tokens, every = 0, job.config.train.eval_every
+    for step in range(1, job.steps + 1):
+        began = time.perf_counter()
+        lr = lr_at(tokens + job.batch.tokens, job.lr)
+        set_lr(optimizer, lr)
+        torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.data_part[0]))
+        loss = model.step(_micro_batches(job, corpus, tokens, model.data_part, device))
+        grad_norm = model.clip_grad_norm(job.config.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += job.batch.tokens
+
+        line = metrics.line(
+            step=step,
+            tokens=tokens,
+            loss=float(loss),
+            grad_norm=float(grad_norm),
+            lr=lr,
+            seconds=time.perf_counter() - began,
+        )
+        for sink in sinks:
+            sink.record(line)
+        if not math.isfinite(line["loss"]):
+            raise RuntimeError(f"the loss of step {step} is {line['loss']}: a lower lr.peak or train.clip may help")
+        signal_number = model.largest(stop())
+        if signal_number:
+            return signal_number
+        if step == job.steps or (every and step % every == 0):
+            eval_loss = evaluate(job, model, corpus.held_out, device)
+            for sink in sinks:
+                sink.record({"step": step, "tokens": tokens, "eval_loss": eval_loss})
+    return 0
+
+
+def _micro_batches(
+    job: Job, corpus: Corpus, tokens: int, data_part: tuple[int, int], device: torch.device
+) -> list[MicroBatch]:
+    """This rank's share of the step that begins after `tokens` tokens."""
+    inputs, targets = rank_batch(
+        corpus.train, job.config.seed, tokens, job.batch.num_sequences, job.batch.seq_len, *data_part
+    )
+    return micro_batches(inputs, targets, job.batch.micro_batch, device)
+
+
+def _dropout_seed(seed: int, tokens: int, part: int) -> int:
+    """Dropout follows from the seed and the tokens consumed, so that a resumed run drops what it would have."""
+    return int.from_bytes(hashlib.blake2b(f"dropout {seed} {tokens} {part}".encode(), digest_size=7).digest())

@@ -1,0 +1,86 @@
+"""What a step is worth in numbers, and the file they go to."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from models.flops import flops_per_token
+from training.job import Job
+
+# Dense bf16 TFLOP/s of one device, from the vendors' data sheets; the first name that the device's contains is taken.
+BF16_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0}
+
+
+class Sink(Protocol):
+    """Where metrics go: a file, a tracker, a terminal."""
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Takes the metrics of a step, or of an evaluation (which has the key eval_loss)."""
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, whole even after kill -9, for each line is a single write."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        """Appends a line; what is not finite is null, since JSON has no word for it."""
+        known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in metrics.items()}
+        os.write(self._file, (json.dumps(known) + "\n").encode())
+
+    def finish(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Turns a step's measurements into the line that metrics.jsonl, W&B and the terminal get."""
+
+    job: Job
+    peak_tflops: float | None  # of one device; None: unknown, and so is MFU
+
+    def line(
+        self, *, step: int, tokens: int, loss: float, grad_norm: float, lr: float, seconds: float
+    ) -> dict[str, Any]:
+        """The metrics of one step. `loss` in nats per token, `grad_norm` before clipping, rates over all ranks."""
+        batch, layout = self.job.batch, self.job.layout
+        rate = batch.tokens / seconds
+        tflops = rate * flops_per_token(self.job.config.model, batch.seq_len) / layout.world_size / 1e12
+        mfu = tflops / self.peak_tflops if self.peak_tflops else None
+        return {
+            "step": step,
+            "tokens": tokens,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "batch_tokens": batch.tokens,
+            "seq_len": batch.seq_len,
+            "micro_batches": batch.num_micro_batches,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tflops_per_device": tflops,
+            "mfu": mfu,
+            "hfu": mfu,  # nothing is computed twice, so the hardware does what the model needs
+            "noise_scale": None,
+            "memory": None,
+        }
+
+
+def peak_tflops(setting: float | str, device: torch.device, precision: str) -> float | None:
+    """TFLOP/s of one device at best: the setting, or by the GPU's name in bf16; None where it isn't known."""
+    if not isinstance(setting, str):
+        return float(setting)
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops for known, tflops in BF16_TFLOPS.items() if known in name), None)

@@ -1,0 +1,27 @@
+"""AdamW as GPTs are trained with it."""
+
+import torch
+from torch import nn
+
+from training.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov and Hutter 2019, algorithm 2); weight decay on matrices and embeddings only.
+
+    The learning rate is 0 until `set_lr`.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
