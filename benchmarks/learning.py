@@ -19,7 +19,6 @@ from hydra import compose, initialize_config_dir
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import train  # noqa: E402, F401  (registers the resolvers of conf/config.yaml)
 from data.corpus import open_corpus  # noqa: E402
 from data.stream import Stream  # noqa: E402
 from training.job import make_job  # noqa: E402
@@ -37,7 +36,7 @@ def counting_models() -> tuple[float, float]:
     vocab = job.config.model.vocab_size
     corpus = open_corpus(job.config.data, vocab, job.config.seed)
     assert isinstance(corpus.train, Stream)
-    scored = corpus.held_out[: (job.config.train.eval_tokens or len(corpus.held_out)) + 1].astype(np.int64)
+    scored = corpus.scored(job.config.train.eval_tokens).astype(np.int64)
     before, after = scored[:-1], scored[1:]
 
     counts = np.bincount(after)
@@ -47,7 +46,7 @@ def counting_models() -> tuple[float, float]:
     tokens = corpus.train.read(0, corpus.train.tokens_per_epoch)
     pairs = np.bincount(tokens[:-1] * vocab + tokens[1:], minlength=vocab * vocab).reshape(vocab, vocab)
     singles = (np.bincount(tokens, minlength=vocab) + 1) / (len(tokens) + vocab)
-    given = pairs[before, after] / np.maximum(pairs[before].sum(1), 1)
+    given = pairs[before, after] / np.maximum(pairs.sum(1), 1)[before]
     mixes = [-np.log(weight * given + (1 - weight) * singles[after]).mean() for weight in np.linspace(0.5, 0.99, 50)]
     return unigram, float(min(mixes))
 

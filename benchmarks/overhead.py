@@ -6,7 +6,7 @@
 
 Speed: one process holds both; after every step of the trainer (file, W&B and terminal included) the bare loop takes
 one on the same tokens, and the medians are compared, so that a noisy machine disturbs both alike.
-Memory: each in a process of its own; the highest resident set that the kernel saw.
+Memory: each in processes of its own; the highest resident set of the one that trains, as the kernel saw it.
 """
 
 import os
@@ -28,6 +28,7 @@ from training.job import Job, make_job  # noqa: E402  (the path comes first)
 WARMUP = 3  # steps that are not counted: the first ones allocate and, with compile, compile
 
 GPT2 = "model=gpt2 batch.tokens=512 batch.seq_len=256 memory.micro_batch=2"
+SHORT = ["data=synthetic", "train.eval_every=0", "train.eval_tokens=512", "dp=1", "device=cpu"]
 CASES = {
     "default model": ("", 30),
     "GPT-2 124M, 2 x 256, fp32": (f"{GPT2} precision=fp32", 8),
@@ -37,12 +38,9 @@ CASES = {
 
 
 def job_of(overrides: str, steps: int) -> Job:
-    """The job of a command line, on synthetic tokens and this machine's CPU or GPU as one rank."""
-    import train  # noqa: F401  (registers the resolvers of conf/config.yaml)
-
-    fixed = ["data=synthetic", f"train.steps={steps}", "train.eval_every=0", "train.eval_tokens=512", "dp=1"]
+    """The job of a command line, on synthetic tokens and one CPU rank."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return make_job(compose("config", [*fixed, *overrides.split()]))
+        return make_job(compose("config", [*SHORT, f"train.steps={steps}", *overrides.split()]))
 
 
 class BareLoop:
@@ -57,7 +55,6 @@ class BareLoop:
         self.model.init_weights(job.config.seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
         self.job, self.device = job, device
-        self.losses: list[float] = []
 
     def step(self, tokens: Any) -> None:
         """One step on tokens (B, T + 1)."""
@@ -71,7 +68,7 @@ class BareLoop:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())
+        loss.item()
 
 
 def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
@@ -83,10 +80,10 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
     from training.loop import train
     from training.metrics import StepMetrics
     from training.optimizer import make_optimizer
-    from training.run import build_model, make_sinks, open_corpus
+    from training.run import build_model, make_sinks, prepare_data
 
     device = start_process_group(job.device, 10)
-    corpus = open_corpus(job)
+    corpus = prepare_data(job)
     model = build_model(job, device)
     bare = BareLoop(job, device)
     seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
@@ -143,9 +140,9 @@ def speed() -> list[str]:
 
 def memory() -> list[str]:
     """The rows of the memory table: GPT-2 124M in fp32, four steps."""
-    overrides = f"{GPT2} precision=fp32 train.sample_tokens=0 train.steps=4 data=synthetic train.eval_every=0"
     with tempfile.TemporaryDirectory() as folder:
-        ours = [sys.executable, str(ROOT / "train.py"), *overrides.split(), f"hydra.run.dir={folder}/run"]
+        ours = [sys.executable, str(ROOT / "train.py"), *SHORT, *GPT2.split(), "precision=fp32", "train.steps=4"]
+        ours += ["train.sample_tokens=0", f"hydra.run.dir={folder}/run"]
         trainer = peak_bytes(ours)
         bare = peak_bytes([sys.executable, __file__, "bare"])
     return [

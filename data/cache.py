@@ -108,12 +108,14 @@ def _write(
     tokenizer.save(folder)
     dtype = token_type(tokenizer.vocab_size)
     reading = Reading(config.skippable_rows)
-    hashes, num_bytes, offsets = array("Q"), array("q"), array("q", [0])
+    hashes, offsets = array("Q"), array("q", [0])
+    num_bytes = 0
 
     def texts() -> Iterator[str]:
+        nonlocal num_bytes
         for document in source.documents(reading):
             hashes.append(content_hash(document.text))
-            num_bytes.append(len(document.text.encode()))
+            num_bytes += len(document.text.encode())
             yield document.text
 
     written, max_id = 0, 0
@@ -128,9 +130,7 @@ def _write(
         raise DataError(
             f"{source.name}: no text in it ({reading.empty} empty documents, {reading.skipped} skipped rows)"
         )
-    held_out = divide(
-        folder, np.array(hashes), np.array(offsets), np.array(num_bytes), dtype, tokenizer, config.held_out
-    )
+    held_out = divide(folder, np.array(hashes), np.array(offsets), dtype, tokenizer.end, config.held_out)
     return {
         "source": source.name,
         "tokenizer": config.tokenizer,
@@ -138,7 +138,7 @@ def _write(
         "dtype": np.dtype(dtype).name,
         "max_id": max_id,
         "documents": len(hashes),
-        "bytes": sum(num_bytes),
+        "bytes": num_bytes,
         "tokens": written,
         "empty": reading.empty,
         "skipped": reading.skipped,

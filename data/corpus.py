@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 class Corpus:
     train: TokenStream
     held_out: npt.NDArray[np.integer]  # the held-out documents' tokens, each document with its end token, (N,)
-    bytes_per_token: float | None  # of the held-out part: loss / ln 2 / this is bits per byte. None: no text
     num_train_tokens: int | None  # in one epoch; None if it is streamed
     vocab_size: int  # entries the tokenizer needs in the model
     folder: Path | None  # with the tokenizer
@@ -33,6 +32,17 @@ class Corpus:
     def tokenizer(self) -> Tokenizer | None:
         """None if the tokens are made up. Read when first asked for: training does not need it."""
         return saved_tokenizer(self.folder) if self.folder else None
+
+    def scored(self, num_tokens: int | None) -> npt.NDArray[np.integer]:
+        """The first `num_tokens` held-out tokens (None: all), and the one before them that predicts the first."""
+        return self.held_out if num_tokens is None else self.held_out[: num_tokens + 1]
+
+    def bytes_per_token(self, tokens: npt.NDArray[np.integer]) -> float | None:
+        """Bytes of text for which each of these tokens stands on average, an end token for none; None: no text."""
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.decode(tokens[tokens != self.tokenizer.end].tolist())
+        return len(text.encode()) / len(tokens)
 
 
 def open_corpus(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
@@ -65,12 +75,11 @@ def load_corpus(config: DataConfig, vocab_size: int, seed: int, folder: Path | N
         raise DataError(f"{folder} is damaged or gone; start again")
     check_vocabulary(max(meta["vocab_size"], meta["max_id"] + 1), vocab_size, meta["tokenizer"])
     held_out = np.memmap(folder / "held_out.bin", meta["dtype"], "r")
-    bytes_per_token = meta["held_out_bytes"] / meta["held_out_tokens"]
     if config.streaming:
-        return Corpus(_forward(config, seed, folder, meta), held_out, bytes_per_token, None, meta["vocab_size"], folder)
+        return Corpus(_forward(config, seed, folder, meta), held_out, None, meta["vocab_size"], folder)
     tokens = np.memmap(folder / "tokens.bin", meta["dtype"], "r")
     train = Stream(tokens, np.load(folder / "offsets.npy"), np.load(folder / "train.npy"), seed)
-    return Corpus(train, held_out, bytes_per_token, train.tokens_per_epoch, meta["vocab_size"], folder)
+    return Corpus(train, held_out, train.tokens_per_epoch, meta["vocab_size"], folder)
 
 
 def _forward(config: DataConfig, seed: int, folder: Path, meta: dict[str, Any]) -> TokenStream:
@@ -85,4 +94,4 @@ def _synthetic(config: DataConfig, vocab_size: int, seed: int) -> Corpus:
     num_train = len(documents) - num_held_out
     offsets = np.arange(num_train + 1) * DOCUMENT
     train = Stream(documents[:num_train].reshape(-1), offsets, np.arange(num_train), seed)
-    return Corpus(train, documents[num_train:].reshape(-1), None, train.tokens_per_epoch, vocab_size, None)
+    return Corpus(train, documents[num_train:].reshape(-1), train.tokens_per_epoch, vocab_size, None)

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError
-from data.tokenizer import Tokenizer
 
 IGNORED = -100  # a target that counts nowhere
 
@@ -35,14 +34,13 @@ def divide(
     folder: Path,
     hashes: npt.NDArray[np.uint64],
     offsets: npt.NDArray[np.int64],
-    num_bytes: npt.NDArray[np.int64],
     dtype: type[np.uint16] | type[np.uint32],
-    tokenizer: Tokenizer,
+    end: int,
     fraction: float,
 ) -> dict[str, int]:
     """Writes train.npy, offsets.npy and held_out.bin beside tokens.bin, and says how much is held out.
 
-    hashes, num_bytes: of each document, (D,). offsets: see `data/cache.py`, (D + 1,).
+    hashes: of each document, (D,). offsets: see `data/cache.py`, (D + 1,).
     """
     tokens = np.memmap(folder / "tokens.bin", dtype, "r")
     held = choose_held_out(hashes, fraction)
@@ -52,14 +50,13 @@ def divide(
             raise DataError(f"{len(tokens)} tokens are too few for a part to train on and one to hold out")
         tokens[cut:].tofile(folder / "held_out.bin")
         kept_back = len(tokens) - cut
-        text = tokenizer.decode(tokens[cut:][tokens[cut:] != tokenizer.end].tolist())
         with (folder / "tokens.bin").open("r+b") as file:
             file.truncate(cut * tokens.itemsize)
             file.seek(0, 2)
-            np.array([tokenizer.end], dtype).tofile(file)
+            np.array([end], dtype).tofile(file)
         np.save(folder / "offsets.npy", np.array([0, cut + 1]))
         np.save(folder / "train.npy", np.array([0]))
-        return {"held_out_documents": 1, "held_out_tokens": kept_back, "held_out_bytes": len(text.encode())}
+        return {"held_out_documents": 1, "held_out_tokens": kept_back}
     held_documents = np.flatnonzero(held)
     with (folder / "held_out.bin").open("wb") as file:
         for document in held_documents[np.argsort(hashes[held_documents], kind="stable")]:
@@ -69,18 +66,17 @@ def divide(
     return {
         "held_out_documents": len(held_documents),
         "held_out_tokens": int((offsets[held_documents + 1] - offsets[held_documents]).sum()),
-        "held_out_bytes": int(num_bytes[held_documents].sum()),
     }
 
 
 def held_out_windows(
-    held_out: npt.NDArray[np.integer], seq_len: int, num_tokens: int | None = None
+    held_out: npt.NDArray[np.integer], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(inputs, targets), each (N, seq_len), that score the first `num_tokens` predictions (None: all) once each.
+    """(inputs, targets), each (N, seq_len), that score every token but the first, once each.
 
-    Windows follow one another; the last one is filled up with target -100.
+    Windows follow one another; the last one is filled up with target -100. No window if there is nothing to score.
     """
-    num_predictions = len(held_out) - 1 if num_tokens is None else min(num_tokens, len(held_out) - 1)
+    num_predictions = max(len(held_out) - 1, 0)
     num_windows = ceil(num_predictions / seq_len)
     inputs = np.zeros(num_windows * seq_len, np.int64)
     targets = np.full(num_windows * seq_len, IGNORED, np.int64)

@@ -51,7 +51,6 @@ def prepare_stream(config: DataConfig, vocab_size: int) -> Path:
         held = [text for text, hashed in zip(texts, hashes) if hashed < limit]
         tokens = np.concatenate([batch for batch, _ in encode_documents(held, used)])
         tokens[:HELD_OUT_TOKENS].astype(token_type(used.vocab_size)).tofile(folder / "held_out.bin")
-        kept = min(1.0, HELD_OUT_TOKENS / len(tokens))
         return {
             "source": name,
             "tokenizer": config.tokenizer,
@@ -60,7 +59,6 @@ def prepare_stream(config: DataConfig, vocab_size: int) -> Path:
             "max_id": used.vocab_size - 1,
             "limit": limit,
             "held_out_tokens": min(len(tokens), HELD_OUT_TOKENS),
-            "held_out_bytes": kept * sum(len(text.encode()) for text in held),
         }
 
     folder = finished_folder(cache_root(config.cache_dir), key, write)

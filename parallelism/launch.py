@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallelism.ranks import joined
+from parallelism.stop import Stop
 
-Stop = Callable[[], int]  # the number of the signal that asked this rank to stop; 0: none did
 Work = Callable[..., int]  # what a rank does: takes a Stop, then the arguments; its result is the run's exit code
 
 FAILED = 1  # exit code of a run in which a rank failed
@@ -58,7 +58,8 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
         codes = elastic_launch(config, _forked_rank)(os.getpid(), num_ranks, work, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if received and failure.exitcode in (-signal.SIGINT, -signal.SIGKILL):
+        ended_by_signal = (-signal.SIGINT, -signal.SIGKILL, 128 + signal.SIGINT)
+        if received and failure.exitcode in ended_by_signal:
             return 128 + received[0]
         print(f"rank {rank} failed:\n{_reason(failure)}", file=sys.stderr, flush=True)
         return FAILED
@@ -70,24 +71,28 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
 
 def _pass_on(received: list[int]) -> Callable[[int, FrameType | None], None]:
     """A handler that sends the first signal to every rank as SIGINT and kills the ranks at the second."""
+    launcher = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        ranks = multiprocessing.active_children()
+        if os.getpid() != launcher or not ranks:  # a rank that has not set its own handler, or no rank yet
+            os._exit(128 + number)
         received.append(number)
-        for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGINT if len(received) == 1 else signal.SIGKILL)
+        for rank in ranks:
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGINT if len(received) == 1 else signal.SIGKILL)
 
     return handle
 
 
 def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
-    # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone.
+    # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone, and the launcher counts to two.
+    stop = Stop(signal.SIGINT, impatient=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _share_cores(num_ranks)
     try:
-        code = work(lambda: received[0] if received else 0, *args)
+        code = work(stop, *args)
     except Exception:
         # The launcher reports the rank it sees exit first. That has to be the cause: one that was killed before all,
         # then the first that raised, and not those whose collective broke because of them.
@@ -101,22 +106,17 @@ def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
 
 
 def _join(work: Work, *args: Any) -> int:
-    received: list[tuple[int, float]] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append((number, time.monotonic()))
-        # A Ctrl-C reaches a rank twice, from the terminal and from torchrun: within a second it counts as one.
-        if received[-1][1] - received[0][1] > 1:
-            os._exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """This process is a rank of torchrun or srun. A failure is told once, by the first rank that fails."""
+    ranks = joined()
+    assert ranks is not None
+    os.environ.update(ranks.variables)
+    stop = Stop(signal.SIGINT, signal.SIGTERM, impatient=True)
+    _share_cores(ranks.local_world_size)
     try:
-        return work(lambda: received[0][0] if received else 0, *args)
+        return work(stop, *args)
     except Exception:
         if _first_to_fail():
-            print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            print(f"rank {ranks.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return FAILED
 
 

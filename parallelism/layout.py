@@ -59,6 +59,16 @@ def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:
         )
 
 
+def check_local_ranks(local_world_size: int, num_gpus: int, started_by: str) -> None:
+    """ValueError where more ranks were started on this node than it has GPUs."""
+    alone = started_by == "srun" and num_gpus == 1  # as srun --gpus-per-task=1 gives each rank its own to see
+    if local_world_size > num_gpus and not alone:
+        raise ValueError(
+            f"{started_by} has started {local_world_size} ranks on this node, which has {num_gpus} GPUs; "
+            f"valid: {num_gpus} ranks a node, or device=cpu"
+        )
+
+
 def check_gpus(layout: Layout, num_gpus: int, devices_per_node: int) -> None:
     """ValueError where this node has too few GPUs; the message holds the torchrun line for enough nodes."""
     if layout.world_size <= num_gpus:

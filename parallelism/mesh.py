@@ -1,6 +1,7 @@
 """The process group and the device mesh of a layout."""
 
 import os
+import platform
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -23,31 +24,38 @@ def start_process_group(device: str, timeout_minutes: float) -> torch.device:
     if device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    # Under srun --gpus-per-task=1 a rank sees its own GPU alone, as number 0.
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=own)
     return own
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """One mesh axis per axis of the layout, by its name."""
+    """The ranks on one axis, dp."""
     return init_device_mesh(device.type, (layout.dp,), mesh_dim_names=("dp",))
 
 
-def once_per_node(work: Callable[[], T]) -> T:
-    """The result of `work`, which the first rank of each node runs while the node's others wait, for days if need be.
+def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:
+    """The result of `work`, which one rank of each node runs while all others wait, for days if need be.
 
-    The result has to pickle. A ValueError (a user's mistake) is raised in every rank alike.
+    The result has to pickle. If work raises a `mistake`, on whichever node, every rank raises it.
     """
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    group, _ = dist.new_subgroups(group_size=local_world_size, backend="gloo", timeout=timedelta(days=7))
-    result: list[T | ValueError | None] = [None]
-    if local_rank == 0:
+    patient = timedelta(days=7)
+    everyone = dist.new_group(backend="gloo", timeout=patient)
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, platform.node(), group=everyone)
+    first_ranks = {host: hosts.index(host) for host in hosts}
+
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if first_ranks[platform.node()] == dist.get_rank():
         try:
-            result[0] = work()
-        except ValueError as error:
-            result[0] = error
-    dist.broadcast_object_list(result, src=dist.get_rank() - local_rank, group=group)
-    if isinstance(result[0], ValueError):
-        raise result[0]
-    return result[0]  # type: ignore[return-value]
+            outcome = (work(), None)
+        except mistake as error:
+            outcome = (None, error)
+    outcomes = [outcome] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome, group=everyone)
+    for _, mistaken in outcomes:
+        if mistaken is not None:
+            raise mistaken
+    return outcomes[first_ranks[platform.node()]][0]  # type: ignore[return-value]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.gpt import GPT
+from models.gpt import GPT, IGNORED
 from parallelism.dp import apply_dp
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
@@ -55,7 +55,7 @@ class DistributedModel:
         of that mean loss, whatever the number of ranks and micro-batches.
         """
         self.model.train()
-        num_tokens = self._all_reduce(sum((targets != -100).sum() for _, targets in micro_batches))  # type: ignore[arg-type]
+        num_tokens = self._all_reduce(sum((targets != IGNORED).sum() for _, targets in micro_batches))  # type: ignore[arg-type]
         num_tokens = num_tokens.clamp(min=1)
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(micro_batches):
@@ -72,7 +72,7 @@ class DistributedModel:
         with self._inference():
             sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss and valid tokens
             for inputs, targets in micro_batches:
-                sums += torch.stack((self.model(inputs, targets).double(), (targets != -100).sum().double()))
+                sums += torch.stack((self.model(inputs, targets).double(), (targets != IGNORED).sum().double()))
         loss, num_tokens = self._all_reduce(sums).tolist()
         return loss / num_tokens
 
@@ -88,7 +88,7 @@ class DistributedModel:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def largest(self, flag: int) -> int:
-        """The largest flag of all ranks."""
+        """The largest flag of all ranks: how they agree on a wish to stop that has reached only some of them."""
         if dist.get_world_size() == 1:
             return flag
         flags = torch.tensor(flag)

@@ -1,12 +1,11 @@
 """Which ranks and devices are here, read from the environment before torch is imported.
 
-torchrun says it in RANK and WORLD_SIZE; srun in SLURM_*, which are put into torchrun's words; otherwise no rank is
-there yet and `launch.py` starts them.
+torchrun says it in RANK and WORLD_SIZE, srun in SLURM_*; otherwise no rank is there yet and `launch.py` starts them.
 """
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,21 +16,30 @@ class Ranks:
 
     rank: int
     world_size: int
+    local_world_size: int  # on this node
     started_by: str  # torchrun or srun
+    variables: Mapping[str, str]  # what torch.distributed reads from the environment
 
 
-def joined(env: MutableMapping[str, str] = os.environ) -> Ranks | None:
-    """The ranks that are there already, or None; under srun this also writes the variables torch.distributed reads."""
+def joined(env: Mapping[str, str] = os.environ) -> Ranks | None:
+    """The ranks that are there already, or None."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), "torchrun")
+        started_by, variables = "torchrun", env
     # SLURM_STEP_ID exists only inside an srun step: the batch script itself has SLURM_PROCID as well, but is no rank.
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        env.update(torchrun_variables(env))
-        return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), "srun")
-    return None
+    elif "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        started_by, variables = "srun", torchrun_variables(env)
+    else:
+        return None
+    return Ranks(
+        rank=int(variables["RANK"]),
+        world_size=int(variables["WORLD_SIZE"]),
+        local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        started_by=started_by,
+        variables=variables,
+    )
 
 
-def torchrun_variables(env: MutableMapping[str, str]) -> dict[str, str]:
+def torchrun_variables(env: Mapping[str, str]) -> dict[str, str]:
     """What torchrun would have set, from what srun has (names as in srun's manual, "output environment variables").
 
     The port follows from the job's and the step's number, so that all ranks agree and two steps on a node do not meet.

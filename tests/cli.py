@@ -4,15 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-import train as entry  # registers the resolvers that conf/config.yaml uses
 from training.job import Job, make_job
 
-ROOT = Path(entry.__file__).parent
+ROOT = Path(__file__).parent.parent
 
 # A model and data of which a step takes milliseconds; fp32 on the CPU, whatever machine runs the tests.
 TINY = [
@@ -41,6 +41,7 @@ def start_training(
         text=True,
         cwd=folder.parent,
         env={**os.environ, **(env or {})},
+        start_new_session=True,  # whatever it starts can be told by the session
     )
 
 
@@ -49,7 +50,21 @@ def run_training(folder: Path, *overrides: str, code: int = 0, **options: Any) -
     process = start_training(folder, *overrides, **options)
     out, err = process.communicate(timeout=120)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    assert_all_gone(process)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def assert_all_gone(process: "subprocess.Popen[str]", seconds: float = 15) -> None:
+    """Asserts that within these seconds nothing that this process started is left."""
+    deadline = time.monotonic() + seconds
+    while left := _session(process.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _session(leader: int) -> list[str]:
+    lines = subprocess.run(["ps", "-eo", "sid,pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in lines.splitlines()[1:] if line.split()[0] == str(leader) and "Z" not in line.split()[2]]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

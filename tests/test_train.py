@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli import ROOT, TINY, column, read_metrics, run_training, start_training
+from tests.cli import ROOT, TINY, assert_all_gone, column, read_metrics, run_training, start_training
+from training.loop import _dropout_seed
 
 # CONTRACT 4: the keys of a step's line.
 STEP_KEYS = {
@@ -39,19 +40,6 @@ def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]") -> 
     raise AssertionError(f"no step {step} within a minute")
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the processes that still run for this folder."""
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if str(folder) in line]
-
-
-def assert_all_gone(folder: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(folder)
-
-
 def test_a_run_leaves_what_the_contract_says(one_rank: Path) -> None:
     lines = read_metrics(one_rank)
     steps = [line for line in lines if "loss" in line]
@@ -60,8 +48,8 @@ def test_a_run_leaves_what_the_contract_says(one_rank: Path) -> None:
     assert all(set(line) == STEP_KEYS for line in steps)
     assert all(line["mfu"] is None for line in steps)  # no known peak of a CPU
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
-    # Untrained, the model is near uniform over its 64 tokens; grad_norm is before clipping to 1.
-    assert steps[0]["loss"] == pytest.approx(math.log(64), abs=0.1)
+    # Untrained, the model is near uniform over its 64 tokens.
+    assert steps[0]["loss"] == pytest.approx(math.log(64), abs=0.3)
     assert steps[-1]["lr"] == pytest.approx(3e-4)
     assert "steps: 4" in (one_rank / "config.yaml").read_text()
 
@@ -102,12 +90,13 @@ def test_three_ranks_with_dropout_off_and_an_odd_batch(tmp_path: Path) -> None:
         assert column(tmp_path / "three", name) == pytest.approx(column(tmp_path / "one", name), rel=tolerance), name
 
 
-def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(one_rank: Path, tmp_path: Path) -> None:
-    dropped = ["dp=2", "model.dropout=0.3"]
-    run_training(tmp_path / "a", *dropped)
-    run_training(tmp_path / "b", *dropped)
+def test_dropout_follows_from_the_seed_and_differs_between_ranks(one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "a", "dp=2", "model.dropout=0.3")
+    run_training(tmp_path / "b", "dp=2", "model.dropout=0.3")
     assert column(tmp_path / "a", "loss") == column(tmp_path / "b", "loss")
     assert column(tmp_path / "a", "loss") != pytest.approx(column(one_rank, "loss"), rel=1e-5)
+    seeds = {_dropout_seed(0, tokens, part) for tokens in (0, 512) for part in (0, 1)} | {_dropout_seed(1, 0, 0)}
+    assert len(seeds) == 5  # each step, rank and seed drops others
 
 
 def test_bf16_stays_within_a_percent(one_rank: Path, tmp_path: Path) -> None:
@@ -172,7 +161,6 @@ def test_a_failing_rank_is_named_once_and_ends_the_run(place: str, tmp_path: Pat
     reason = "SIGKILL" if place == "killed" else f"KeyError: 'broken on purpose in {place}'"
     assert done.stderr.count(reason) == 1
     assert "rank 0 failed" not in done.stderr
-    assert_all_gone(tmp_path / "run", seconds=5)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -186,7 +174,29 @@ def test_a_signal_finishes_the_step_and_ends_the_run(number: int, code: int, tmp
     steps = column(tmp_path / "run", "loss")
     assert 3 <= len(steps) < 100_000
     assert "results in" in out
-    assert_all_gone(tmp_path / "run", seconds=5)
+    assert_all_gone(process)
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "dp=2", "train.steps=100000")
+    time.sleep(1.5)  # torch is being imported, or the ranks are being started
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT)  # the latter while Python itself starts
+    assert_all_gone(process)
+
+
+def test_a_second_signal_ends_the_run_within_its_step(tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "train.eval_every=1", "train.eval_tokens=null", "data.tokens=4e7")
+    wait_for_step(tmp_path / "run", 1, process)
+    time.sleep(0.5)  # in an evaluation that takes minutes
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert_all_gone(process)
 
 
 def test_metrics_are_whole_after_kill_9_and_no_process_stays(tmp_path: Path) -> None:
@@ -194,7 +204,7 @@ def test_metrics_are_whole_after_kill_9_and_no_process_stays(tmp_path: Path) -> 
     wait_for_step(tmp_path / "run", 3, process)
     process.kill()
     process.communicate(timeout=20)
-    assert_all_gone(tmp_path / "run", seconds=15)
+    assert_all_gone(process)
     steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
 
@@ -213,6 +223,26 @@ def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
     assert "nowhere/*.txt" in errors[0]
 
 
+def test_real_text_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / f"texts/{number}.txt").write_text(f"{number} bottles of beer on the wall, take one down. " * 20)
+    text = ["data=files", f"data.path={tmp_path}/texts", f"data.cache_dir={tmp_path}/cache", "model.vocab_size=300"]
+    run_training(tmp_path / "one", *text, "train.sample_tokens=5")
+    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", "dp=2")
+    assert column(tmp_path / "two", "loss") == pytest.approx(column(tmp_path / "one", "loss"), rel=1e-5)
+    assert column(tmp_path / "two", "eval_loss") == pytest.approx(column(tmp_path / "one", "eval_loss"), rel=1e-5)
+    assert (tmp_path / "two/sample.txt").read_text() == (tmp_path / "one/sample.txt").read_text()
+    assert "bits per byte" in done.stdout
+
+
+def test_a_folder_that_holds_a_run_is_refused(one_rank: Path) -> None:
+    done = run_training(one_rank, code=2)
+    assert done.stderr.splitlines() == [
+        f"error: hydra.run.dir={one_rank} holds a run already; valid: a folder without a config.yaml"
+    ]
+
+
 def test_the_loss_going_to_infinity_ends_the_run(tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "lr.peak=1e30", "lr.final=1e30", "train.steps=50", "train.clip=inf", code=1)
     assert "rank 0 failed:" in done.stderr
@@ -226,7 +256,6 @@ def test_an_unreachable_wandb_changes_nothing(one_rank: Path, tmp_path: Path) ->
     run_training(tmp_path / "run", "logger=wandb", env=nobody)
     assert time.monotonic() - began < 60
     assert column(tmp_path / "run", "loss") == column(one_rank, "loss")
-    assert_all_gone(tmp_path / "run", seconds=15)
 
 
 def test_wandb_offline_is_the_default_and_holds_the_metrics(tmp_path: Path) -> None:

@@ -5,11 +5,16 @@ Defaults live in conf/, and only there: a dataclass says what a key is, its YAML
 
 from dataclasses import dataclass
 
+from omegaconf import OmegaConf
+
 from checks import at_least, number_or_auto, one_of
 from data.config import DataConfig
 from memory.micro_batch import MemoryConfig
 from models.config import ModelConfig
 from training.schedule import SHAPES
+
+# train.steps has its default only where train.tokens is not given: conf/config.yaml says it by this.
+OmegaConf.register_new_resolver("unless", lambda other, default: default if other is None else None, replace=True)
 
 
 @dataclass

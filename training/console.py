@@ -21,8 +21,8 @@ class Terminal:
 
     def __init__(self, job: Job, folder: Path, corpus: Corpus) -> None:
         self._job, self._folder = job, folder
-        self._bytes_per_token = corpus.bytes_per_token
-        self._console = Console(soft_wrap=True, highlight=False)
+        self._bytes_per_token = corpus.bytes_per_token(corpus.scored(job.config.train.eval_tokens)[1:])
+        self._console = Console(soft_wrap=True, highlight=False, emoji=False)
         self._printed = time.monotonic()
         self._banner(corpus.num_train_tokens)
         columns = [
@@ -39,10 +39,9 @@ class Terminal:
     def record(self, metrics: dict[str, Any]) -> None:
         """Moves the bar for a step; prints an evaluation."""
         if "eval_loss" in metrics:
-            words = f"step {metrics['step']}: eval loss {self._loss(metrics['eval_loss'])}"
-            self._console.print(words)
+            self._console.print(f"step {metrics['step']}: eval loss {self._with_bits(metrics['eval_loss'])}")
             return
-        words = f"loss {self._loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        words = f"loss {self._with_bits(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
             words += f", MFU {metrics['mfu']:.1%}"
         self._progress.update(self._bar, completed=metrics["step"], description=words)
@@ -79,8 +78,8 @@ class Terminal:
         for name, words in rows.items():
             self._console.print(f"{name:8} {words}", markup=False)
 
-    def _loss(self, nats: float) -> str:
-        """Nats per token, and bits per byte beside it where the tokens stand for text."""
+    def _with_bits(self, nats: float) -> str:
+        """Nats per token, and beside it bits per byte: exact for the scored tokens, near it for those of a step."""
         if self._bytes_per_token is None:
             return f"{nats:.4f}"
         return f"{nats:.4f} ({bits_per_byte(nats, self._bytes_per_token):.3f} bits per byte)"

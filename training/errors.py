@@ -16,6 +16,7 @@ from parallelism.ranks import joined
 from training.config import Config
 
 CANNOT_RUN = 2  # exit code of a configuration, or of data, that can't be used
+GROUP_PROBLEM = "Config group override must be a string"  # how a ValueError of Hydra's begins
 CONF = Path(__file__).parent.parent / "conf"
 TYPE_WORDS = {
     "int": "a whole number",
@@ -26,16 +27,19 @@ TYPE_WORDS = {
 }
 
 
-class ConfigError(ValueError):
-    """A configuration that can't run; the message is one line that names keys, values and what would be valid."""
-
-
 @contextmanager
-def explained() -> Iterator[None]:
-    """Turns what is wrong with the configuration into one line on stderr, of rank 0 alone, and exit code 2."""
+def explained(hydra_alone: bool = False) -> Iterator[None]:
+    """Turns what is wrong with the configuration into one line on stderr, of rank 0 alone, and exit code 2.
+
+    Errors of Hydra's and omegaconf's are always about the configuration; a ValueError is unless `hydra_alone`.
+    """
     try:
         yield
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except ValueError as error:
+        if hydra_alone and not str(error).startswith(GROUP_PROBLEM):
+            raise
         fail(explain(error))
 
 
@@ -62,7 +66,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OmegaConfBaseException) and key:
         value = re.search(r"[Vv]alue '(.*?)'", str(error))
         return f"{f'{key}={value[1]}' if value else key} has the wrong type; valid: {_type_words(key)}"
-    if str(error).startswith("Config group override must be a string"):  # batch=3; Hydra does not say which
+    if str(error).startswith(GROUP_PROBLEM):  # batch=3; Hydra does not say which
         pairs = (argument.partition("=") for argument in sys.argv[1:])
         return next(_no_such_choice(f"{key}/{value}") for key, _, value in pairs if key in groups())
     return " ".join(str(error).split("\nSee https")[0].split())

@@ -3,22 +3,25 @@
 import numpy as np
 import torch
 
-from data.held_out import held_out_windows
+from data.held_out import IGNORED, held_out_windows
 from parallelism.nd import DistributedModel, MicroBatch
 from training.job import Job
 
 
 def evaluate(job: Job, model: DistributedModel, held_out: np.ndarray, device: torch.device) -> float:
-    """The loss in nats per held-out token, over the first `train.eval_tokens` of them or all."""
-    inputs, targets = held_out_windows(held_out, job.batch.seq_len, job.config.train.eval_tokens)
+    """The loss in nats per held-out token; `held_out` (N,) holds the tokens to score and one before them.
+
+    Every rank takes as many windows as the others, in whole micro-batches: windows without a valid target fill up.
+    """
     part, num_parts = model.data_part
-    size = job.batch.micro_batch
-    # Every rank runs as many passes as the others: windows without a valid target fill the last round.
-    fill = -len(inputs) % (size * num_parts)
-    inputs = np.concatenate((inputs, np.zeros((fill, inputs.shape[1]), inputs.dtype)))
-    targets = np.concatenate((targets, np.full((fill, targets.shape[1]), -100, targets.dtype)))
-    share = slice(part * len(inputs) // num_parts, (part + 1) * len(inputs) // num_parts)
-    return model.evaluate(micro_batches(inputs[share], targets[share], size, device))
+    seq_len, size = job.batch.seq_len, job.batch.micro_batch
+    num_windows = -(-(len(held_out) - 1) // seq_len)
+    share = -(-num_windows // (size * num_parts)) * size  # windows of one rank
+    inputs, targets = held_out_windows(held_out[part * share * seq_len : (part + 1) * share * seq_len + 1], seq_len)
+    fill = share - len(inputs)
+    inputs = np.concatenate((inputs, np.zeros((fill, seq_len), np.int64)))
+    targets = np.concatenate((targets, np.full((fill, seq_len), IGNORED, np.int64)))
+    return model.evaluate(micro_batches(inputs, targets, size, device))
 
 
 def micro_batches(inputs: np.ndarray, targets: np.ndarray, size: int, device: torch.device) -> list[MicroBatch]:

@@ -3,17 +3,16 @@
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from memory.micro_batch import BatchShape, split_batch
-from parallelism.layout import Layout, check_gpus, check_world_size, resolve_layout
+from parallelism.layout import Layout, check_gpus, check_local_ranks, check_world_size, resolve_layout
 from parallelism.ranks import joined, num_gpus
 from training.config import Config
-from training.errors import ConfigError
 from training.schedule import LearningRate
 
 BF16_WIDTH = 256  # on a CPU, narrower models gain little from bf16: casting costs what the matmuls save
@@ -23,7 +22,7 @@ BF16_WIDTH = 256  # on a CPU, narrower models gain little from bf16: casting cos
 class Job:
     """Everything a rank has to know, decided before any rank starts."""
 
-    config: Config
+    config: Config  # with every auto that is known here filled in
     layout: Layout
     device: str  # cpu or cuda
     precision: str  # fp32 or bf16
@@ -33,22 +32,14 @@ class Job:
 
 
 def make_job(cfg: DictConfig) -> Job:
-    """Types the configuration, fills in every `auto`, and raises ConfigError for whatever could not run."""
-    config = typed(cfg)
-    try:
-        return settle(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    """Types the configuration and fills in every `auto`. ValueError, or an omegaconf error: it could not run."""
+    return settle(typed(cfg))
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The configuration as dataclasses; after this no DictConfig exists. ConfigError: a value out of range."""
+    """The configuration as dataclasses; after this no DictConfig exists."""
     plain = _whole_numbers(OmegaConf.to_container(cfg, resolve=True))
-    merged = OmegaConf.merge(OmegaConf.structured(Config), plain)
-    try:
-        config = OmegaConf.to_object(merged)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     assert isinstance(config, Config)
     return config
 
@@ -71,6 +62,8 @@ def settle(config: Config) -> Job:
     )
     if ranks:
         check_world_size(layout, ranks.world_size, ranks.started_by)
+        if device == "cuda":
+            check_local_ranks(ranks.local_world_size, gpus, ranks.started_by)
     elif device == "cuda":
         per_node = config.cluster.devices_per_node
         check_gpus(layout, gpus, gpus if isinstance(per_node, str) else per_node)
@@ -88,15 +81,17 @@ def settle(config: Config) -> Job:
         num_parts=layout.dp,
     )
     steps = config.train.steps or -(-(config.train.tokens or 0) // batch.tokens)
-    return Job(
-        config=config,
-        layout=layout,
+    lr = resolve_lr(config, total_tokens=steps * batch.tokens)
+    precision = resolve_precision(config.precision, device, config.model.dim)
+    settled = replace(
+        config,
+        dp=layout.dp,
         device=device,
-        precision=resolve_precision(config.precision, device, config.model.dim),
-        batch=batch,
-        steps=steps,
-        lr=resolve_lr(config, total_tokens=steps * batch.tokens),
+        precision=precision,
+        memory=replace(config.memory, micro_batch=batch.micro_batch),
+        lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
     )
+    return Job(settled, layout, device, precision, batch, steps, lr)
 
 
 def resolve_lr(config: Config, total_tokens: int) -> LearningRate:

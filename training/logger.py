@@ -14,7 +14,7 @@ from training.config import LoggerConfig
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 30.0  # seconds that the end of a run waits for W&B to take what is left
+PATIENCE = 10.0  # seconds that the end of a run waits for W&B to take what is left
 
 
 class WandbLogger:
@@ -51,7 +51,7 @@ class WandbLogger:
                 mode=wandb_mode(config.mode),  # type: ignore[arg-type]
                 dir=folder,
                 config=settings,
-                settings=wandb.Settings(silent=True, init_timeout=20, console="off"),
+                settings=wandb.Settings(silent=True, init_timeout=15, console="off"),
             )
             run.define_metric("tokens")
             run.define_metric("*", step_metric="tokens", step_sync=True)

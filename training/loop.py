@@ -9,8 +9,8 @@ import torch
 
 from data.corpus import Corpus
 from data.stream import rank_batch
-from parallelism.launch import Stop
 from parallelism.nd import DistributedModel, MicroBatch
+from parallelism.stop import Stop
 from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
@@ -33,6 +33,7 @@ def train(
     Returns the number of the signal that asked, or 0. RuntimeError: the loss is not finite any more.
     """
     tokens, every = 0, job.config.train.eval_every
+    stop()  # from here on a signal ends the run after its step, no longer at once
     for step in range(1, job.steps + 1):
         began = time.perf_counter()
         lr = lr_at(tokens + job.batch.tokens, job.lr)
@@ -60,7 +61,7 @@ def train(
         if signal_number:
             return signal_number
         if step == job.steps or (every and step % every == 0):
-            eval_loss = evaluate(job, model, corpus.held_out, device)
+            eval_loss = evaluate(job, model, corpus.scored(job.config.train.eval_tokens), device)
             for sink in sinks:
                 sink.record({"step": step, "tokens": tokens, "eval_loss": eval_loss})
     return 0

@@ -13,7 +13,15 @@ from models.flops import flops_per_token
 from training.job import Job
 
 # Dense bf16 TFLOP/s of one device, from the vendors' data sheets; the first name that the device's contains is taken.
-BF16_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0}
+BF16_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
 
 
 class Sink(Protocol):

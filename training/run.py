@@ -7,15 +7,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from data.corpus import Corpus, load_corpus, prepare_corpus
 from data.errors import DataError
 from models.gpt import GPT
-from parallelism.launch import Stop
 from parallelism.mesh import make_mesh, once_per_node, start_process_group
 from parallelism.nd import DistributedModel, parallelize
+from parallelism.stop import Stop
 from training.console import Terminal
 from training.errors import CANNOT_RUN
+from training.folder import claim_folder
 from training.job import Job
 from training.logger import WandbLogger
 from training.loop import train
@@ -24,41 +26,47 @@ from training.optimizer import make_optimizer
 from training.sample import sample
 
 
-def run(stop: Stop, job: Job, folder: Path | None) -> int:
-    """Runs the job in this rank; returns the run's exit code. Rank 0 alone writes to the folder and the terminal."""
-    config = job.config
-    device = start_process_group(job.device, config.cluster.timeout_minutes)
-    folder = folder if dist.get_rank() == 0 else None
-    logging.basicConfig(level=logging.INFO if folder else logging.ERROR, format="%(message)s")
+def run(stop: Stop, job: Job, chosen_folder: Path | None) -> int:
+    """Runs the job in this rank and returns the run's exit code. Rank 0 alone writes to a folder and the terminal."""
+    device = start_process_group(job.device, job.config.cluster.timeout_minutes)
+    first = dist.get_rank() == 0
+    logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(message)s")
     try:
-        corpus = open_corpus(job)
+        corpus = prepare_data(job)
+        folder = claim_folder(chosen_folder, OmegaConf.to_yaml(asdict(job.config))) if first else None
+        signal_number = train_and_show(job, corpus, device, folder, stop)
     except DataError as error:
-        if folder:
+        if first:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return CANNOT_RUN
-
-    model = build_model(job, device)
-    optimizer = make_optimizer(model.model, config.optim)
-    metrics = StepMetrics(job, peak_tflops(config.cluster.peak_tflops, device, job.precision))
-    terminal = Terminal(job, folder, corpus) if folder else None
-    sinks = make_sinks(job, folder, terminal)
-
-    signal_number = train(job, model, optimizer, corpus, metrics, sinks, device, stop)
-    if not signal_number and config.train.sample_tokens:
-        text = write_text(job, model, corpus, device)
-        if folder and terminal:
-            (folder / "sample.txt").write_text(text)
-            terminal.sample(text)
-    for sink in sinks:
-        sink.finish()
     dist.destroy_process_group()
     return 128 + signal_number if signal_number else 0
 
 
-def open_corpus(job: Job) -> Corpus:
+def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path | None, stop: Stop) -> int:
+    """Trains and writes a sample of text; returns the number of the signal that ended training early, or 0."""
+    model = build_model(job, device)
+    optimizer = make_optimizer(model.model, job.config.optim)
+    metrics = StepMetrics(job, peak_tflops(job.config.cluster.peak_tflops, device, job.precision))
+    terminal = Terminal(job, folder, corpus) if folder else None
+    sinks = make_sinks(job, folder, terminal)
+    try:
+        signal_number = train(job, model, optimizer, corpus, metrics, sinks, device, stop)
+        if not signal_number and job.config.train.sample_tokens:
+            text = write_text(job, model, corpus, device)
+            if folder and terminal:
+                (folder / "sample.txt").write_text(text, encoding="utf-8")
+                terminal.sample(text)
+    finally:
+        for sink in sinks:
+            sink.finish()
+    return signal_number
+
+
+def prepare_data(job: Job) -> Corpus:
     """The data, prepared by one rank of each node. DataError: they can't be read, or hold less than one batch."""
     data, vocab_size = job.config.data, job.config.model.vocab_size
-    prepared = once_per_node(lambda: prepare_corpus(data, vocab_size))
+    prepared = once_per_node(lambda: prepare_corpus(data, vocab_size), mistake=DataError)
     corpus = load_corpus(data, vocab_size, job.config.seed, prepared)
     if corpus.num_train_tokens is not None and corpus.num_train_tokens < job.batch.tokens:
         raise DataError(
@@ -90,13 +98,8 @@ def make_sinks(job: Job, folder: Path | None, terminal: Terminal | None) -> list
 def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.device) -> str:
     """What the model writes after an end token, as text; as token ids where the tokens stand for none."""
     end = corpus.tokenizer.end if corpus.tokenizer else corpus.vocab_size - 1
+    length, context = job.config.train.sample_tokens, job.batch.seq_len
     tokens = sample(
-        model.logits,
-        start=end,
-        end=end,
-        length=job.config.train.sample_tokens,
-        context=job.batch.seq_len,
-        seed=job.config.seed,
-        device=device,
+        model.logits, start=end, end=end, length=length, context=context, seed=job.config.seed, device=device
     )
     return corpus.tokenizer.decode(tokens) if corpus.tokenizer else " ".join(map(str, tokens))

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+TEMPERATURE = 0.8  # below 1: likelier tokens, so that a young model's text can be read
+
 
 def sample(
     logits: Callable[[Tensor], Tensor],
@@ -15,7 +17,6 @@ def sample(
     context: int,
     seed: int,
     device: torch.device,
-    temperature: float = 0.8,
 ) -> list[int]:
     """Draws up to `length` tokens after the token `start`, stopping before `end`; the same on every rank.
 
@@ -25,7 +26,7 @@ def sample(
     tokens = [start]
     for _ in range(length):
         window = torch.tensor([tokens[-context:]], device=device)  # (1, T)
-        chances = torch.softmax(logits(window)[0, -1].float().cpu() / temperature, dim=-1)  # (V,)
+        chances = torch.softmax(logits(window)[0, -1].float().cpu() / TEMPERATURE, dim=-1)  # (V,)
         token = int(torch.multinomial(chances, 1, generator=generator))
         if token == end:
             break

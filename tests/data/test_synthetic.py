@@ -39,7 +39,7 @@ def test_as_a_corpus(configure: Configure) -> None:
     config = configure(source="synthetic", tokens=10_000)
     corpus = open_corpus(config, vocab_size=50, seed=7)
     assert corpus.tokenizer is None
-    assert corpus.bytes_per_token is None
+    assert corpus.bytes_per_token(corpus.held_out) is None
     assert len(corpus.held_out) == 512
     assert corpus.num_train_tokens == 19 * 512
     everything = np.sort([*corpus.train.read(0, 19 * 512), *corpus.held_out])

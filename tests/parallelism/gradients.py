@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from models.gpt import GPT
-from parallelism.launch import Stop, run_ranks
+from parallelism.launch import run_ranks
 from parallelism.layout import Layout
 from parallelism.mesh import make_mesh, start_process_group
 from parallelism.nd import parallelize
+from parallelism.stop import Stop
 from tests.models.presets import model_config
 
 SMALL = {"layers": 2, "dim": 24, "heads": 2, "context": 16, "vocab_size": 65}

@@ -24,13 +24,13 @@ SRUN = {
 
 
 def test_srun_is_joined_and_put_into_torchruns_words() -> None:
-    env = dict(SRUN)
-    ranks = joined(env)
+    ranks = joined(SRUN)
     assert ranks is not None
     assert (ranks.rank, ranks.world_size, ranks.started_by) == (5, 7, "srun")
-    assert env["LOCAL_RANK"] == "1"
-    assert env["LOCAL_WORLD_SIZE"] == "3"  # the third node's
-    assert env["MASTER_ADDR"] == "gpu007"
+    assert ranks.variables["LOCAL_RANK"] == "1"
+    assert ranks.variables["LOCAL_WORLD_SIZE"] == "3"  # the third node's
+    assert ranks.local_world_size == 3
+    assert ranks.variables["MASTER_ADDR"] == "gpu007"
 
 
 def test_all_tasks_of_a_step_agree_on_a_port_and_steps_do_not_share_one() -> None:

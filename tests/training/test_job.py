@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.cli import ROOT, make_tiny_job
 from training.config import Config
-from training.errors import ConfigError, explain
+from training.errors import explain
 from training.job import make_job
 
 
@@ -64,7 +64,7 @@ from training.job import make_job
     ],
 )
 def test_refused_in_one_line(override: str, message: str) -> None:
-    with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as error:
+    with pytest.raises((ValueError, HydraException, OmegaConfBaseException)) as error:
         make_tiny_job(override)
     line = explain(error.value)
     assert message in line
@@ -92,7 +92,7 @@ def test_a_misspelt_key_answers_within_three_seconds_and_without_torch(tmp_path:
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.job.num_gpus", lambda: 0)
-    with pytest.raises(ConfigError, match="device=cuda but this machine has no GPU"):
+    with pytest.raises(ValueError, match="device=cuda but this machine has no GPU"):
         make_tiny_job("device=cuda")
     assert make_tiny_job("device=auto").device == "cpu"
 
@@ -101,7 +101,7 @@ def test_gpus_are_taken_by_auto_and_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("training.job.num_gpus", lambda: 4)
     job = make_tiny_job("device=auto")
     assert (job.device, job.layout.dp) == ("cuda", 4)
-    with pytest.raises(ConfigError, match=r"needs 8 GPUs and this node has 4; .* 2 nodes"):
+    with pytest.raises(ValueError, match=r"needs 8 GPUs and this node has 4; .* 2 nodes"):
         make_tiny_job("device=auto", "dp=8")
     assert make_tiny_job("device=cpu", "dp=8").device == "cpu"
 
@@ -110,8 +110,28 @@ def test_world_size_of_torchrun_decides(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert make_tiny_job().layout.dp == 2
-    with pytest.raises(ConfigError, match=r"dp=4, 4 ranks.* 2 ranks that torchrun has started; valid: dp=2 or dp=auto"):
+    with pytest.raises(ValueError, match=r"dp=4, 4 ranks.* 2 ranks that torchrun has started; valid: dp=2 or dp=auto"):
         make_tiny_job("dp=4")
+
+
+def test_more_ranks_than_gpus_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.job.num_gpus", lambda: 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun has started 4 ranks on this node, which has 2 GPUs; valid: 2 ranks"):
+        make_tiny_job("device=auto")
+    assert make_tiny_job("device=cpu").layout.dp == 4
+
+
+def test_every_auto_is_filled_in_where_it_is_written_down() -> None:
+    config = make_tiny_job("precision=auto", "device=cpu", "dp=auto", "train.steps=100").config
+    settled = (config.dp, config.precision, config.memory.micro_batch, config.lr.warmup_tokens, config.lr.decay_tokens)
+    assert settled == (1, "fp32", 16, 100 * 512 // 20, 100 * 512 // 5)
+
+
+def test_memory_presets_stack() -> None:
+    for override in ("memory=accum", "memory=[accum]"):
+        assert make_tiny_job(override).batch.micro_batch == 1
 
 
 def test_tokens_give_the_steps_and_whole_floats_are_numbers_of_tokens() -> None:
@@ -130,7 +150,7 @@ def test_precision_is_bf16_only_where_it_gains(monkeypatch: pytest.MonkeyPatch) 
 
 def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
+    with pytest.raises(ValueError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
         make_tiny_job("compile=true")
 
 
