@@ -56,14 +56,13 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
         self.job, self.device = job, device
 
-    def step(self, tokens: Any) -> None:
-        """One step on tokens (B, T + 1)."""
+    def step(self, inputs: Any, targets: Any) -> None:
+        """One step on inputs and targets, both (B, T)."""
         import torch
         import torch.nn.functional as F
 
-        tokens = tokens.to(self.device)
-        logits = self.model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        logits = self.model(inputs.to(self.device))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -75,6 +74,7 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
     """One rank that runs the trainer and, between its steps, the bare loop; writes both medians."""
     import torch
 
+    from data.stream import rank_batch
     from parallelism.mesh import start_process_group
     from training.console import Terminal
     from training.loop import train
@@ -97,12 +97,11 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
             if "loss" not in metrics:
                 return
             seconds["trainer"].append(time.perf_counter() - self.began)
-            start = metrics["tokens"] - job.batch.tokens
-            shape = (job.batch.num_sequences, job.batch.seq_len)
-            windows = [corpus.train.read(start + i * shape[1], shape[1] + 1) for i in range(shape[0])]
-            tokens = torch.stack([torch.from_numpy(window) for window in windows])
+            consumed = metrics["tokens"] - job.batch.tokens
+            batch = rank_batch(corpus.train, job.config.seed, consumed, job.batch.num_sequences, job.batch.seq_len)
+            inputs, targets = map(torch.from_numpy, batch)
             began = time.perf_counter()
-            bare.step(tokens)
+            bare.step(inputs, targets)
             seconds["bare"].append(time.perf_counter() - began)
             self.began = time.perf_counter()
 
@@ -120,31 +119,41 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
     return 0
 
 
-def speed() -> list[str]:
-    """The rows of the speed table."""
+def medians(overrides: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a step of the trainer's and of the bare loop's."""
     from parallelism.launch import run_ranks
 
+    job = job_of(overrides, steps + WARMUP)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "medians"
+        assert run_ranks(compare, job, Path(folder), out, num_ranks=1) == 0
+        trainer, bare = map(float, out.read_text().split())
+    return trainer, bare
+
+
+def speed() -> list[str]:
+    """The rows of the speed table."""
     rows = ["| case | bare fp32 loop, tokens/s | trainer, tokens/s | trainer / bare |", "| --- | --- | --- | --- |"]
     for name, (overrides, steps) in CASES.items():
-        job = job_of(overrides, steps + WARMUP)
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "medians"
-            assert run_ranks(compare, job, Path(folder), out, num_ranks=1) == 0
-            trainer, bare = map(float, out.read_text().split())
+        trainer, bare = medians(overrides, steps)
+        job = job_of(overrides, steps)
         tokens = job.batch.tokens
-        rows.append(
-            f"| {name} ({job.precision}) | {tokens / bare:,.0f} | {tokens / trainer:,.0f} | {bare / trainer:.3f} |"
-        )
+        rates = f"{tokens / bare:,.0f} | {tokens / trainer:,.0f} | {bare / trainer:.3f}"
+        rows.append(f"| {name} ({job.precision}) | {rates} |")
     return rows
 
 
-def memory() -> list[str]:
-    """The rows of the memory table: GPT-2 124M in fp32, four steps."""
+def peaks() -> tuple[int, int]:
+    """Peak bytes of the trainer's rank and of the bare loop: GPT-2 124M in fp32, four steps."""
     with tempfile.TemporaryDirectory() as folder:
         ours = [sys.executable, str(ROOT / "train.py"), *SHORT, *GPT2.split(), "precision=fp32", "train.steps=4"]
         ours += ["train.sample_tokens=0", f"hydra.run.dir={folder}/run"]
-        trainer = peak_bytes(ours)
-        bare = peak_bytes([sys.executable, __file__, "bare"])
+        return peak_bytes(ours), peak_bytes([sys.executable, __file__, "bare"])
+
+
+def memory() -> list[str]:
+    """The rows of the memory table."""
+    trainer, bare = peaks()
     return [
         "| GPT-2 124M, 2 x 256, fp32 | peak resident memory |",
         "| --- | --- |",
@@ -168,7 +177,8 @@ def bare() -> None:
     job = job_of(f"{GPT2} precision=fp32", 4)
     loop = BareLoop(job, torch.device(job.device))
     for step in range(4):
-        loop.step(torch.randint(job.config.model.vocab_size, (2, 257), generator=torch.Generator().manual_seed(step)))
+        tokens = torch.randint(job.config.model.vocab_size, (2, 257), generator=torch.Generator().manual_seed(step))
+        loop.step(tokens[:, :-1], tokens[:, 1:])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""The figures that the README promises, measured: `make bench`. Run them on a machine that does nothing else."""
+
+import pytest
+
+from benchmarks import learning, overhead, start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_start_within_15_seconds(num_ranks: int) -> None:
+    assert start.seconds_to_first_step(num_ranks) < 15
+
+
+def test_the_default_run_learns_within_four_minutes() -> None:
+    unigram, _ = learning.counting_models()
+    loss, seconds = learning.run()
+    assert loss < 0.85 * unigram
+    assert seconds < 240
+
+
+def test_the_longer_run_beats_a_bigram_model() -> None:
+    _, bigram = learning.counting_models()
+    loss, _ = learning.run("experiment=longer_run")
+    assert loss < bigram
+
+
+def test_the_trainer_costs_at_most_three_percent() -> None:
+    for name in ("default model", "GPT-2 124M, 2 x 256, fp32"):
+        trainer, bare = overhead.medians(*overhead.CASES[name])
+        assert bare / trainer >= 0.97, name
+
+
+def test_the_trainer_holds_at_most_five_percent_more() -> None:
+    trainer, bare = overhead.peaks()
+    assert trainer / bare <= 1.05
