@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 
@@ -13,11 +14,18 @@ def one_of(key: str, value: str, valid: Iterable[str]) -> None:
 
 
 def at_least(section: str, settings: Any, least: float, *names: str) -> None:
-    """ValueError naming the first of these keys of a section that is below `least`; null passes."""
+    """ValueError naming the first of these keys of a section that is below `least` or infinite; null passes."""
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{section}.{name}={value} must be at least {least}")
+        if value is not None and not least <= value < inf:
+            raise ValueError(f"{section}.{name}={value} must be at least {least}, and finite")
+
+
+def at_most(section: str, settings: Any, most: float, *names: str) -> None:
+    """ValueError naming the first of these keys of a section that is above `most`."""
+    for name in names:
+        if getattr(settings, name) > most:
+            raise ValueError(f"{section}.{name}={getattr(settings, name)} must be at most {most}")
 
 
 def number_or_auto(key: str, value: float | str, least: float = 0) -> None:

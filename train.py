@@ -8,6 +8,7 @@ python train.py --help                           groups and keys
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,8 +32,7 @@ def main(cfg: DictConfig) -> None:
     with explained():
         job = make_job(cfg)
         folder, key = chosen_folder()
-        if folder:
-            check_free(folder, key)
+        check_free(folder, key)
 
     # Importing torch takes seconds: only a run that can go ahead pays for it, and forked ranks share what is imported.
     from parallelism.launch import run_ranks
@@ -53,6 +53,7 @@ def chosen_folder() -> tuple[Path | None, str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks run, a Ctrl-C has nothing to finish or to explain
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to `explained` as they are
     with explained(hydra_alone=True):
         main()

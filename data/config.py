@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from checks import at_least, one_of
+from checks import at_least, at_most, one_of
 
 SOURCES = ("stdlib", "files", "hf", "synthetic")
 BAD_ROWS = ("error", "skip")
@@ -37,6 +37,10 @@ class DataConfig:
             raise ValueError(
                 "data.source=files needs data.path; valid: a file, a folder or a glob such as 'texts/*.txt'"
             )
+        if self.path and self.source != "files":
+            raise ValueError(f"data.path={self.path} is read by data=files alone; valid: data=files data.path=...")
+        if self.name and self.source != "hf":
+            raise ValueError(f"data.name={self.name} is read by data=hf alone; valid: data=hf data.name=...")
         if self.source == "hf" and not self.name:
             raise ValueError("data.source=hf needs data.name; valid: a dataset on the hub or a local folder")
         if self.streaming and self.source != "hf":
@@ -44,6 +48,7 @@ class DataConfig:
         at_least("data", self, 0, "max_bad_rows")
         at_least("data", self, 1, "workers")
         at_least("data", self, 1024, "tokens")  # two documents
+        at_most("data", self, 10**9, "tokens")  # they are made in memory
         if not 0.0 < self.held_out < 1.0:
             raise ValueError(f"data.held_out={self.held_out} is not valid; valid: above 0 and below 1")
 

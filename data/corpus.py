@@ -42,7 +42,7 @@ class Corpus:
         if self.tokenizer is None:
             return None
         text = self.tokenizer.decode(tokens[tokens != self.tokenizer.end].tolist())
-        return len(text.encode()) / len(tokens)
+        return len(text.encode()) / len(tokens) or None
 
 
 def open_corpus(config: DataConfig, vocab_size: int, seed: int) -> Corpus:

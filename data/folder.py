@@ -17,9 +17,18 @@ META = "meta.json"
 
 
 def cache_root(cache_dir: str | None) -> Path:
+    """The folder of all cached corpora, made if it is not there. DataError: it can't be written to."""
     if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ndgpt"
+        root = Path(cache_dir).expanduser()
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ndgpt"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"data.cache_dir={root} cannot be written: {error.strerror}") from None
+    if not os.access(root, os.W_OK):
+        raise DataError(f"data.cache_dir={root} cannot be written; valid: a folder of yours")
+    return root
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
@@ -43,7 +52,6 @@ def finished_folder(root: Path, key: str, write: Callable[[Path], dict[str, Any]
     from filelock import FileLock, Timeout
 
     try:
-        root.mkdir(parents=True, exist_ok=True)
         lock = FileLock(root / f"{key}.lock")
         try:
             lock.acquire(timeout=0)

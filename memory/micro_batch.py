@@ -61,6 +61,6 @@ def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts:
     num_sequences = tokens // seq_len
     if isinstance(micro_batch, str):
         per_rank = num_sequences // num_parts
-        fits = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and n * seq_len <= AUTO_TOKENS]
-        micro_batch = max(fits, default=1)
+        largest = max(1, min(per_rank, AUTO_TOKENS // seq_len))
+        micro_batch = next(n for n in range(largest, 0, -1) if per_rank % n == 0)
     return BatchShape(num_sequences, seq_len, num_parts, micro_batch)

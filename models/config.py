@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from checks import one_of
+from checks import at_most, one_of
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "swiglu")
@@ -40,6 +40,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for key in ("layers", "dim", "heads", "vocab_size", "context", "rope_original_context"):
             _require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        at_most("model", self, 10_000, "layers")
+        at_most("model", self, 2**31 - 1, "dim", "vocab_size", "context")
         one_of("model.norm", self.norm, NORMS)
         one_of("model.mlp", self.mlp, MLPS)
         one_of("model.positions", self.positions, POSITIONS)

@@ -60,14 +60,14 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
         codes = elastic_launch(config, _forked_rank)(os.getpid(), num_ranks, work, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        ended_by_signal = (-signal.SIGINT, -signal.SIGKILL, 128 + signal.SIGINT)
-        if received and failure.exitcode in ended_by_signal:
+        if received and failure.exitcode in (-signal.SIGINT, 128 + signal.SIGINT):
             return 128 + received[0]
         print(f"rank {rank} failed:\n{_reason(failure)}", file=sys.stderr, flush=True)
         return FAILED
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if not received:  # else this process is about to end, and one more signal should not change how
+            for number, handler in previous.items():
+                signal.signal(number, handler)
     return 128 + received[0] if received else max(codes.values())
 
 
@@ -83,11 +83,14 @@ def _pass_on(received: list[int]) -> Callable[[int, FrameType | None], None]:
         for rank in ranks:
             assert rank.pid is not None
             os.kill(rank.pid, signal.SIGINT if len(received) == 1 else signal.SIGKILL)
+        if len(received) > 1:
+            os._exit(128 + number)
 
     return handle
 
 
 def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
+    os.setpgrp()  # a signal to the launcher's whole group, such as a Ctrl-C, is the launcher's to pass on
     # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
     # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone, and the launcher counts to two.
     stop = Stop(signal.SIGINT, impatient=False)

@@ -30,7 +30,11 @@ def make_tiny_job(*overrides: str) -> Job:
 
 
 def start_training(
-    folder: Path, *overrides: str, before: tuple[str, ...] = (sys.executable,), env: dict[str, str] | None = None
+    folder: Path,
+    *overrides: str,
+    before: tuple[str, ...] = (sys.executable,),
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> "subprocess.Popen[str]":
     """Starts `train.py` with TINY and these overrides, leaving the run in `folder`."""
     command = [*before, str(ROOT / "train.py"), *TINY, f"hydra.run.dir={folder}", *overrides]
@@ -39,7 +43,7 @@ def start_training(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=folder.parent,
+        cwd=cwd or folder.parent,
         env={**os.environ, **(env or {})},
         start_new_session=True,  # whatever it starts can be told by the session
     )

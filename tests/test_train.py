@@ -173,7 +173,29 @@ def test_a_signal_finishes_the_step_and_ends_the_run(number: int, code: int, tmp
     assert "Traceback" not in err
     steps = column(tmp_path / "run", "loss")
     assert 3 <= len(steps) < 100_000
+    assert f"stopped after step {len(steps)} of 100000" in out
     assert "results in" in out
+    assert_all_gone(process)
+
+
+def test_a_signal_to_the_whole_process_group_is_one_wish(tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "dp=2", "train.steps=100000")
+    wait_for_step(tmp_path / "run", 3, process)
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does, and a terminal with Ctrl-C
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 143, err
+    assert "stopped after step" in out
+    assert_all_gone(process)
+
+
+def test_two_signals_at_once_leave_nothing_behind(tmp_path: Path) -> None:
+    process = start_training(tmp_path / "run", "dp=2", "train.steps=100000")
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode in (130, 143)
     assert_all_gone(process)
 
 
@@ -243,6 +265,20 @@ def test_a_folder_that_holds_a_run_is_refused(one_rank: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_folder_that_cannot_be_made_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_training(tmp_path / name, code=2, cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "file" in line
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    done = run_training(tmp_path / "run", "train.steps=2", "optim.weight_decay=1e30", code=1)
+    assert "the eval_loss of step 2 is nan" in done.stderr
+
+
 def test_the_loss_going_to_infinity_ends_the_run(tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "lr.peak=1e30", "lr.final=1e30", "train.steps=50", "train.clip=inf", code=1)
     assert "rank 0 failed:" in done.stderr
@@ -288,6 +324,13 @@ def test_a_text_sample_ends_the_run(tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "train.sample_tokens=5")
     assert "a sample" in done.stdout
     assert (tmp_path / "run/sample.txt").read_text().strip()
+
+
+def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
+    text = ["data=files", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "data.tokenizer=bytes"]
+    run_training(tmp_path / "run", *text, "model.vocab_size=4000", "train.sample_tokens=50")
+    assert (tmp_path / "run/sample.txt").read_text(encoding="utf-8")
 
 
 def test_compiled_blocks_give_the_same_losses(one_rank: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omegaconf import OmegaConf
 
-from checks import at_least, number_or_auto, one_of
+from checks import at_least, at_most, number_or_auto, one_of
 from data.config import DataConfig
 from memory.micro_batch import MemoryConfig
 from models.config import ModelConfig
@@ -89,8 +89,8 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         number_or_auto("cluster.peak_tflops", self.peak_tflops)
         number_or_auto("cluster.devices_per_node", self.devices_per_node, least=1)
-        if not self.timeout_minutes > 0:
-            raise ValueError(f"cluster.timeout_minutes={self.timeout_minutes} must be above 0")
+        at_least("cluster", self, 0.1, "timeout_minutes")
+        at_most("cluster", self, 1e6, "timeout_minutes")
 
 
 @dataclass

@@ -24,6 +24,7 @@ class Terminal:
         self._bytes_per_token = corpus.bytes_per_token(corpus.scored(job.config.train.eval_tokens)[1:])
         self._console = Console(soft_wrap=True, highlight=False, emoji=False)
         self._printed = time.monotonic()
+        self._step = 0
         self._banner(corpus.num_train_tokens)
         columns = [
             TextColumn("step {task.completed}/{task.total}"),
@@ -41,7 +42,8 @@ class Terminal:
         if "eval_loss" in metrics:
             self._console.print(f"step {metrics['step']}: eval loss {self._with_bits(metrics['eval_loss'])}")
             return
-        words = f"loss {self._with_bits(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        self._step = metrics["step"]
+        words = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
             words += f", MFU {metrics['mfu']:.1%}"
         self._progress.update(self._bar, completed=metrics["step"], description=words)
@@ -58,8 +60,10 @@ class Terminal:
         self._console.rule()
 
     def finish(self) -> None:
-        """Says where the results are."""
+        """Says where the results are, and how far the run came if not to its end."""
         self._progress.stop()
+        if self._step < self._job.steps:
+            self._console.print(f"stopped after step {self._step} of {self._job.steps}")
         self._console.print(f"results in {self._folder}", markup=False)
 
     def _banner(self, num_train_tokens: int | None) -> None:
@@ -79,7 +83,7 @@ class Terminal:
             self._console.print(f"{name:8} {words}", markup=False)
 
     def _with_bits(self, nats: float) -> str:
-        """Nats per token, and beside it bits per byte: exact for the scored tokens, near it for those of a step."""
+        """Nats per scored token, and bits per byte beside it where the tokens stand for text."""
         if self._bytes_per_token is None:
             return f"{nats:.4f}"
         return f"{nats:.4f} ({bits_per_byte(nats, self._bytes_per_token):.3f} bits per byte)"

@@ -8,8 +8,14 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from checks import nearest
 from parallelism.ranks import joined
@@ -37,6 +43,10 @@ def explained(hydra_alone: bool = False) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error))
+    except OSError as error:  # Hydra makes hydra.run.dir itself
+        if not hydra_alone or error.filename is None:
+            raise
+        fail(f"{error.filename} can't be made or read: {error.strerror}")
     except ValueError as error:
         if hydra_alone and not str(error).startswith(GROUP_PROBLEM):
             raise
@@ -59,6 +69,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return explain(cause)
     key = str(getattr(error, "full_key", None) or "")
+    if isinstance(error, InterpolationResolutionError) or key.startswith("hydra"):
+        return f"{key}: {str(error).splitlines()[0]}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
         return f"there is no key {key}{nearest(key, known_keys()) or '; python train.py --help lists them'}"
     if isinstance(error, MissingMandatoryValue) and key:
@@ -68,8 +80,12 @@ def explain(error: BaseException) -> str:
         return f"{f'{key}={value[1]}' if value else key} has the wrong type; valid: {_type_words(key)}"
     if str(error).startswith(GROUP_PROBLEM):  # batch=3; Hydra does not say which
         pairs = (argument.partition("=") for argument in sys.argv[1:])
-        return next(_no_such_choice(f"{key}/{value}") for key, _, value in pairs if key in groups())
-    return " ".join(str(error).split("\nSee https")[0].split())
+        named = [f"{key}/{value}" for key, _, value in pairs if key in groups()]
+        return next(_no_such_choice(name) for name in named if not (CONF / f"{name}.yaml").exists())
+    problem = " ".join(str(error).split("\nSee https")[0].split())
+    if isinstance(error, OverrideParseException):
+        problem += """; a value with special characters has to be quoted twice: "key='value'\""""
+    return problem
 
 
 def groups() -> list[str]:

@@ -1,5 +1,6 @@
 """The folder of a run: claimed by rank 0, never shared by two runs."""
 
+import os
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -7,28 +8,41 @@ from pathlib import Path
 CLAIM = "config.yaml"  # whoever creates this file owns the folder
 
 
-def check_free(folder: Path, key: str) -> None:
-    """ValueError where the folder that `key` names holds a run already, or can't be made."""
-    if (folder / CLAIM).exists():
-        raise ValueError(f"{key}={folder} holds a run already; valid: a folder without a {CLAIM}")
+RUNS = Path("runs")
+
+
+class FolderError(ValueError):
+    """The run's folder can't be had; one line for a person."""
+
+
+def check_free(chosen: Path | None, key: str) -> None:
+    """FolderError where the folder that `key` names, or else runs/, can't be written to or holds a run already."""
+    if chosen is not None and (chosen / CLAIM).exists():
+        raise FolderError(f"{key}={chosen} holds a run already; valid: a folder without a {CLAIM}")
+    folder = chosen or RUNS
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{key}={folder} can't be made: {error.strerror}") from error
+        raise FolderError(f"{key}={folder} can't be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise FolderError(f"{key}={folder} can't be written to; valid: a folder of yours")
 
 
 def claim_folder(chosen: Path | None, config_yaml: str) -> Path:
     """Writes the resolved configuration to `chosen`, or to a fresh folder under runs/ that is named by the time.
 
-    Claiming is atomic: of two runs started in the same second one gets a number behind its name. FileExistsError:
-    another run has claimed `chosen` since it was checked.
+    Claiming is atomic: of two runs started in the same second one gets a number behind its name. FolderError: another
+    run has claimed `chosen` since it was checked.
     """
     if chosen is not None:
-        return _claim(chosen, config_yaml)
+        try:
+            return _claim(chosen, config_yaml)
+        except OSError as error:
+            raise FolderError(f"{chosen} was free, but another run has just taken it: {error.strerror}") from error
     stem = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in count(1):
         try:
-            return _claim(Path("runs") / (stem if number == 1 else f"{stem}-{number}"), config_yaml)
+            return _claim(RUNS / (stem if number == 1 else f"{stem}-{number}"), config_yaml)
         except FileExistsError:
             continue
     raise AssertionError("unreachable: count() has no end")

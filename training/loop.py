@@ -55,8 +55,7 @@ def train(
         )
         for sink in sinks:
             sink.record(line)
-        if not math.isfinite(line["loss"]):
-            raise RuntimeError(f"the loss of step {step} is {line['loss']}: a lower lr.peak or train.clip may help")
+        check_finite("loss", line["loss"], step)
         signal_number = model.largest(stop())
         if signal_number:
             return signal_number
@@ -64,7 +63,14 @@ def train(
             eval_loss = evaluate(job, model, corpus.scored(job.config.train.eval_tokens), device)
             for sink in sinks:
                 sink.record({"step": step, "tokens": tokens, "eval_loss": eval_loss})
+            check_finite("eval_loss", eval_loss, step)
     return 0
+
+
+def check_finite(name: str, value: float, step: int) -> None:
+    """RuntimeError where a loss is infinite or not a number: no later step would mend the weights."""
+    if not math.isfinite(value):
+        raise RuntimeError(f"the {name} of step {step} is {value}: a lower lr.peak or train.clip may help")
 
 
 def _micro_batches(

@@ -17,7 +17,7 @@ from parallelism.nd import DistributedModel, parallelize
 from parallelism.stop import Stop
 from training.console import Terminal
 from training.errors import CANNOT_RUN
-from training.folder import claim_folder
+from training.folder import FolderError, claim_folder
 from training.job import Job
 from training.logger import WandbLogger
 from training.loop import train
@@ -33,14 +33,30 @@ def run(stop: Stop, job: Job, chosen_folder: Path | None) -> int:
     logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(message)s")
     try:
         corpus = prepare_data(job)
-        folder = claim_folder(chosen_folder, OmegaConf.to_yaml(asdict(job.config))) if first else None
-        signal_number = train_and_show(job, corpus, device, folder, stop)
-    except DataError as error:
+        folder = decide_folder(chosen_folder, job)
+        signal_number = train_and_show(job, corpus, device, folder if first else None, stop)
+        code = 128 + signal_number if signal_number else 0
+    except (DataError, FolderError) as error:
         if first:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return CANNOT_RUN
+        code = CANNOT_RUN
     dist.destroy_process_group()
-    return 128 + signal_number if signal_number else 0
+    return code
+
+
+def decide_folder(chosen: Path | None, job: Job) -> Path:
+    """The run's folder, which rank 0 claims and all ranks hear of. FolderError, in all: it can't be had."""
+    answer: list[Path | FolderError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = claim_folder(chosen, OmegaConf.to_yaml(asdict(job.config)))
+        except FolderError as error:
+            answer[0] = error
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    if isinstance(answer[0], FolderError):
+        raise answer[0]
+    assert answer[0] is not None
+    return answer[0]
 
 
 def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path | None, stop: Stop) -> int:
@@ -53,7 +69,8 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
     try:
         signal_number = train(job, model, optimizer, corpus, metrics, sinks, device, stop)
         if not signal_number and job.config.train.sample_tokens:
-            text = write_text(job, model, corpus, device)
+            text = write_text(job, model, corpus, device, stop)
+            signal_number = model.largest(stop())
             if folder and terminal:
                 (folder / "sample.txt").write_text(text, encoding="utf-8")
                 terminal.sample(text)
@@ -95,11 +112,18 @@ def make_sinks(job: Job, folder: Path | None, terminal: Terminal | None) -> list
     return [*sinks, terminal]
 
 
-def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.device) -> str:
+def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.device, stop: Stop) -> str:
     """What the model writes after an end token, as text; as token ids where the tokens stand for none."""
     end = corpus.tokenizer.end if corpus.tokenizer else corpus.vocab_size - 1
-    length, context = job.config.train.sample_tokens, job.batch.seq_len
     tokens = sample(
-        model.logits, start=end, end=end, length=length, context=context, seed=job.config.seed, device=device
+        model.logits,
+        start=end,
+        end=end,
+        num_entries=corpus.vocab_size,
+        length=job.config.train.sample_tokens,
+        context=job.batch.seq_len,
+        seed=job.config.seed,
+        device=device,
+        asked_to_stop=lambda: model.largest(stop()) > 0,
     )
     return corpus.tokenizer.decode(tokens) if corpus.tokenizer else " ".join(map(str, tokens))

@@ -13,22 +13,26 @@ def sample(
     *,
     start: int,
     end: int,
+    num_entries: int,
     length: int,
     context: int,
     seed: int,
     device: torch.device,
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """Draws up to `length` tokens after the token `start`, stopping before `end`; the same on every rank.
 
-    `logits` takes tokens (1, T) and gives (1, T, V); the model sees the last `context` tokens.
+    `logits` takes tokens (1, T) and gives (1, T, V); the model sees the last `context` tokens. Only the first
+    `num_entries` of V are drawn: the model may have more rows than the tokenizer has entries.
     """
     generator = torch.Generator().manual_seed(seed)  # on the CPU, whose draws no device changes
     tokens = [start]
     for _ in range(length):
         window = torch.tensor([tokens[-context:]], device=device)  # (1, T)
-        chances = torch.softmax(logits(window)[0, -1].float().cpu() / TEMPERATURE, dim=-1)  # (V,)
+        scores = logits(window)[0, -1, :num_entries].float().cpu()
+        chances = torch.softmax(scores / TEMPERATURE, dim=-1)  # (num_entries,)
         token = int(torch.multinomial(chances, 1, generator=generator))
-        if token == end:
+        if token == end or asked_to_stop():
             break
         tokens.append(token)
     return tokens[1:]

@@ -31,6 +31,10 @@ def test_auto_takes_the_largest_that_fits() -> None:
     assert split_batch(tokens=16 * 256, seq_len=256, micro_batch="auto", num_parts=1).micro_batch == 16
 
 
+def test_a_batch_of_any_size_is_answered_at_once() -> None:
+    assert split_batch(tokens=10**30, seq_len=100, micro_batch="auto", num_parts=1).micro_batch == 80
+
+
 def test_the_message_has_the_nearest_batches_and_they_are_valid() -> None:
     with pytest.raises(ValueError, match=re.escape("batch.seq_len=256 * memory.micro_batch=2 * dp=3 = 1536")) as error:
         split_batch(tokens=5000, seq_len=256, micro_batch=2, num_parts=3)

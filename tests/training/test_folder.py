@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from training.folder import check_free, claim_folder
+from training.folder import FolderError, check_free, claim_folder
 
 
 def test_runs_of_the_same_second_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_a_chosen_folder_is_made_but_never_shared(tmp_path: Path) -> None:
     assert claim_folder(chosen, "x: 1") == chosen
     with pytest.raises(ValueError, match=r"hydra\.run\.dir=.*holds a run already"):
         check_free(chosen, "hydra.run.dir")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FolderError, match="another run has just taken it"):
         claim_folder(chosen, "x: 2")
     assert (chosen / "config.yaml").read_text() == "x: 1"
 

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 
 
 def test_writes_as_many_tokens_as_asked_and_stops_at_the_end_token() -> None:
-    assert sample(always(3), start=0, end=0, length=5, context=4, seed=0, device=CPU) == [3] * 5
-    assert sample(always(0), start=0, end=0, length=5, context=4, seed=0, device=CPU) == []
+    assert sample(always(3), start=0, end=0, num_entries=8, length=5, context=4, seed=0, device=CPU) == [3] * 5
+    assert sample(always(0), start=0, end=0, num_entries=8, length=5, context=4, seed=0, device=CPU) == []
 
 
 def test_the_model_sees_the_last_tokens_of_its_context() -> None:
@@ -29,13 +29,23 @@ def test_the_model_sees_the_last_tokens_of_its_context() -> None:
         seen.append(tokens.tolist()[0])
         return torch.nn.functional.one_hot((tokens + 1) % 8, 8) * 1e9
 
-    assert sample(logits, start=0, end=7, length=5, context=3, seed=0, device=CPU) == [1, 2, 3, 4, 5]
+    assert sample(logits, start=0, end=7, num_entries=8, length=5, context=3, seed=0, device=CPU) == [1, 2, 3, 4, 5]
     assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+def test_only_entries_of_the_tokenizer_are_drawn() -> None:
+    tokens = sample(
+        lambda t: torch.zeros(*t.shape, 99), start=0, end=4, num_entries=4, length=50, context=4, seed=0, device=CPU
+    )
+    assert set(tokens) == {0, 1, 2, 3}
 
 
 def test_the_draw_follows_from_the_seed() -> None:
     def uniform(tokens: torch.Tensor) -> torch.Tensor:
         return torch.zeros(*tokens.shape, 1000)
 
-    one, same, other = (sample(uniform, start=0, end=0, length=20, context=8, seed=s, device=CPU) for s in (1, 1, 2))
+    def draw(seed: int) -> list[int]:
+        return sample(uniform, start=0, end=0, num_entries=1000, length=20, context=8, seed=seed, device=CPU)
+
+    one, same, other = draw(1), draw(1), draw(2)
     assert one == same != other
