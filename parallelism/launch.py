@@ -25,6 +25,9 @@ from parallelism.stop import Stop
 
 Work = Callable[..., int]  # what a rank does: takes a Stop, then the arguments; its result is the run's exit code
 
+# By number: looking a name up takes a lock in the C library, and a rank forked while one of the launcher's threads
+# holds it would wait for it for ever.
+HERE = "127.0.0.1"
 FAILED = 1  # exit code of a run in which a rank failed
 
 
@@ -48,8 +51,8 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
         nproc_per_node=num_ranks,
         run_id="ndgpt",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_endpoint=f"{HERE}:0",
+        local_addr=HERE,
         max_restarts=0,
         start_method="fork",
         signals_to_handle="SIGUSR2",  # not ours: the launcher would kill a rank whose step takes over 30 seconds
@@ -93,6 +96,8 @@ def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
     os.setpgrp()  # a signal to the launcher's whole group, such as a Ctrl-C, is the launcher's to pass on
     # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
     # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone, and the launcher counts to two.
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks this host's name up: see HERE
     stop = Stop(signal.SIGINT, impatient=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _share_cores(num_ranks)
