@@ -96,6 +96,7 @@ def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
     os.setpgrp()  # a signal to the launcher's whole group, such as a Ctrl-C, is the launcher's to pass on
     # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
     # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone, and the launcher counts to two.
+    os.environ["MASTER_ADDR"] = HERE  # the launcher says localhost
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks this host's name up: see HERE
     stop = Stop(signal.SIGINT, impatient=False)
