@@ -57,10 +57,13 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
         start_method="fork",
         signals_to_handle="SIGUSR2",  # not ours: the launcher would kill a rank whose step takes over 30 seconds
     )
+    # The launcher's store looks up the name of whoever connects, under a lock of the C library: a rank forked in that
+    # moment would wait for the lock for ever. So no rank connects before all are forked.
+    all_forked = multiprocessing.get_context("fork").Barrier(num_ranks)
     received: list[int] = []
     previous = {number: signal.signal(number, _pass_on(received)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        codes = elastic_launch(config, _forked_rank)(os.getpid(), num_ranks, work, *args)
+        codes = elastic_launch(config, _forked_rank)(os.getpid(), all_forked, num_ranks, work, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if received and failure.exitcode in (-signal.SIGINT, 128 + signal.SIGINT):
@@ -92,7 +95,7 @@ def _pass_on(received: list[int]) -> Callable[[int, FrameType | None], None]:
     return handle
 
 
-def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
+def _forked_rank(launcher: int, all_forked: Any, num_ranks: int, work: Work, *args: Any) -> int:
     os.setpgrp()  # a signal to the launcher's whole group, such as a Ctrl-C, is the launcher's to pass on
     # When another rank fails the launcher ends this one by SIGTERM: at once, even inside a collective that waits for
     # the one that failed. So a wish to stop reaches forked ranks as SIGINT alone, and the launcher counts to two.
@@ -102,6 +105,7 @@ def _forked_rank(launcher: int, num_ranks: int, work: Work, *args: Any) -> int:
     stop = Stop(signal.SIGINT, impatient=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _share_cores(num_ranks)
+    all_forked.wait(timeout=300)
     try:
         code = work(stop, *args)
     except Exception:
