@@ -1,8 +1,10 @@
 """What a setting may be, refused in one line for a person: the key, the value, what would be valid. No torch here."""
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from math import inf
+from pathlib import Path
 from typing import Any
 
 
@@ -32,6 +34,16 @@ def number_or_auto(key: str, value: float | str, least: float = 0) -> None:
     """ValueError unless the value is the word auto or a number from `least` up."""
     if value != "auto" and (isinstance(value, str) or not value >= least):
         raise ValueError(f"{key}={value} must be auto or a number of at least {least}")
+
+
+def make_writable(key: str, folder: Path, mistake: type[Exception]) -> None:
+    """Makes the folder that the key names. A `mistake`, in one line: it can't be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"{key}={folder} can't be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise mistake(f"{key}={folder} can't be written to; valid: a folder of yours")
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

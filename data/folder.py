@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checks import make_writable
 from data.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -22,12 +23,7 @@ def cache_root(cache_dir: str | None) -> Path:
         root = Path(cache_dir).expanduser()
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ndgpt"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"data.cache_dir={root} cannot be written: {error.strerror}") from None
-    if not os.access(root, os.W_OK):
-        raise DataError(f"data.cache_dir={root} cannot be written; valid: a folder of yours")
+    make_writable("data.cache_dir", root, DataError)
     return root
 
 
@@ -59,7 +55,7 @@ def finished_folder(root: Path, key: str, write: Callable[[Path], dict[str, Any]
             log.info("waiting for another process that prepares the same data (%s)", lock.lock_file)
             lock.acquire()
     except OSError as error:
-        raise DataError(f"data.cache_dir={root} cannot be written: {error.strerror}") from None
+        raise DataError(f"data.cache_dir={root} can't be written to: {error.strerror}") from None
     try:
         if read_meta(folder) is None:
             _write(folder, write)

@@ -71,9 +71,8 @@ def _fork(work: Work, *args: Any, num_ranks: int) -> int:
         print(f"rank {rank} failed:\n{_reason(failure)}", file=sys.stderr, flush=True)
         return FAILED
     finally:
-        if not received:  # else this process is about to end, and one more signal should not change how
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        for number, handler in previous.items():  # once a signal has come, one more must not change how the run ends
+            signal.signal(number, signal.SIG_IGN if received else handler)
     return 128 + received[0] if received else max(codes.values())
 
 

@@ -145,7 +145,6 @@ def test_a_bad_configuration_under_torchrun_is_told_once(tmp_path: Path) -> None
     assert "exitcode  : 2" in done.stderr
 
 
-@pytest.mark.slow  # a forked rank sometimes hangs at its start here (a lock of the resolver): to be mended first
 @pytest.mark.parametrize("place", ["data", "forward", "evaluation", "killed"])
 def test_a_failing_rank_is_named_once_and_ends_the_run(place: str, tmp_path: Path) -> None:
     began = time.monotonic()

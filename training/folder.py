@@ -1,13 +1,12 @@
 """The folder of a run: claimed by rank 0, never shared by two runs."""
 
-import os
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from checks import make_writable
+
 CLAIM = "config.yaml"  # whoever creates this file owns the folder
-
-
 RUNS = Path("runs")
 
 
@@ -19,13 +18,7 @@ def check_free(chosen: Path | None, key: str) -> None:
     """FolderError where the folder that `key` names, or else runs/, can't be written to or holds a run already."""
     if chosen is not None and (chosen / CLAIM).exists():
         raise FolderError(f"{key}={chosen} holds a run already; valid: a folder without a {CLAIM}")
-    folder = chosen or RUNS
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FolderError(f"{key}={folder} can't be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise FolderError(f"{key}={folder} can't be written to; valid: a folder of yours")
+    make_writable(key, chosen or RUNS, FolderError)
 
 
 def claim_folder(chosen: Path | None, config_yaml: str) -> Path:
