@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
-from math import inf
+from math import inf, isqrt
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +54,17 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     # The right name in the wrong section: `tokens` for train.tokens, `train.layers` for model.layers.
     close = close or [name for name in names if get_close_matches(last, [name.rpartition(".")[2]], cutoff=0.8)]
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def around(value: int, valid: Iterable[int]) -> str:
+    """The nearest valid numbers on both sides of a value that is not: "2 or 4"; none is below 1."""
+    numbers = {number for number in valid if number >= 1}
+    below = max((number for number in numbers if number < value), default=None)
+    above = min((number for number in numbers if number > value), default=None)
+    return " or ".join(str(number) for number in (below, above) if number is not None)
+
+
+def divisors(number: int) -> list[int]:
+    """What divides the number, from 1 up."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

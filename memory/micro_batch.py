@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from checks import number_or_auto
+from checks import around, number_or_auto
 
 AUTO_TOKENS = 8192  # memory.micro_batch=auto: the most tokens of one forward pass, unless one sequence has more
 
@@ -49,14 +49,18 @@ def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts:
     `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens. ValueError: the
     tokens do not divide; the message has the nearest that do.
     """
+    if num_parts > max(1, tokens // seq_len):
+        raise ValueError(
+            f"dp={num_parts} ranks are more than the {tokens // seq_len} sequences of batch.tokens={tokens} and "
+            f"batch.seq_len={seq_len}; nearest valid: dp={tokens // seq_len} or batch.tokens={num_parts * seq_len}"
+        )
     step = seq_len * num_parts * (1 if isinstance(micro_batch, str) else micro_batch)
     if tokens < 1 or tokens % step:
         named = "" if isinstance(micro_batch, str) else f" * memory.micro_batch={micro_batch}"
-        below, above = tokens // step * step, (max(tokens, 0) // step + 1) * step
-        nearest = f"{below} or {above}" if below > 0 else f"{above}"
+        below = max(tokens, 0) // step * step
         raise ValueError(
             f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
-            f"nearest valid: batch.tokens={nearest}"
+            f"nearest valid: batch.tokens={around(tokens, (below, below + step))}"
         )
     num_sequences = tokens // seq_len
     if isinstance(micro_batch, str):

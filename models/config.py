@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from checks import at_most, one_of
+from checks import around, at_most, divisors, one_of
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "swiglu")
@@ -57,21 +57,21 @@ class ModelConfig:
 
     def _check_heads(self) -> None:
         rope = self.positions == "rope"
-        even = [h for h in _divisors(self.dim) if self.dim // h % 2 == 0]
+        even = [h for h in divisors(self.dim) if self.dim // h % 2 == 0]
         if self.dim % self.heads:
-            valid = _nearest(self.heads, even if rope and even else _divisors(self.dim))
-            raise ValueError(f"model.heads={self.heads} does not divide model.dim={self.dim}{valid}")
+            valid = around(self.heads, even if rope and even else divisors(self.dim))
+            raise ValueError(f"model.heads={self.heads} does not divide model.dim={self.dim}; nearest valid: {valid}")
         if rope and self.head_dim % 2:
             odd = f"gives heads of odd width {self.head_dim}; model.positions=rope needs an even one"
             if even:
-                raise ValueError(f"model.heads={self.heads} {odd}{_nearest(self.heads, even)}")
+                raise ValueError(f"model.heads={self.heads} {odd}; nearest valid: {around(self.heads, even)}")
             pair = 2 * self.heads
             below = self.dim // pair * pair
-            raise ValueError(f"model.dim={self.dim} {odd}{_nearest(self.dim, [below, below + pair])}")
+            raise ValueError(f"model.dim={self.dim} {odd}; nearest valid: {around(self.dim, [below, below + pair])}")
         if self.num_kv_heads < 1 or self.heads % self.num_kv_heads:
             raise ValueError(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}"
-                f"{_nearest(self.num_kv_heads, _divisors(self.heads))}"
+                f"; nearest valid: {around(self.num_kv_heads, divisors(self.heads))}"
             )
 
     @property
@@ -95,15 +95,3 @@ class ModelConfig:
 def _require(valid: bool, key: str, value: object, must_be: str) -> None:
     if not valid:
         raise ValueError(f"model.{key}={value} must be {must_be}")
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _nearest(value: int, valid: list[int]) -> str:
-    """The valid number on each side of `value`, the nearer first, as the end of a message."""
-    sides = [max((v for v in valid if 0 < v < value), default=None), min((v for v in valid if v > value), default=None)]
-    found = sorted((v for v in sides if v is not None), key=lambda v: abs(v - value))
-    return f"; nearest valid: {' or '.join(map(str, found))}"

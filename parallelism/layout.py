@@ -3,12 +3,22 @@
 from dataclasses import dataclass, fields
 from math import prod
 
-BUILT = ("dp",)  # the axes that have a file here; any other degree must be 1
+from checks import around, divisors
+
+BUILT = ("dp", "dp_shard", "tp")  # the axes that have a file here; any other degree must be 1
+
+
+@dataclass
+class ParallelConfig:
+    """Keys of the `parallel` group that are no degree."""
+
+    sequence_parallel: bool
+    reshard: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has. ValueError: a degree below 1, or above 1 where no layout is built yet."""
+    """How many ranks each axis has. ValueError: a degree can't be, or is above 1 where no layout is built yet."""
 
     dp: int
     dp_shard: int = 1
@@ -23,6 +33,11 @@ class Layout:
                 raise ValueError(f"{axis}={degree} must be at least 1")
             if degree > 1 and axis not in BUILT:
                 raise ValueError(f"{axis}={degree} is not built yet; valid: {axis}=1 (today: {', '.join(BUILT)})")
+        if self.dp % self.dp_shard:
+            raise ValueError(
+                f"dp_shard={self.dp_shard} does not divide dp={self.dp}; "
+                f"nearest valid: dp_shard={around(self.dp_shard, divisors(self.dp))}"
+            )
 
     def degrees(self) -> dict[str, int]:
         """Every key of the command line with its degree."""
@@ -39,14 +54,35 @@ class Layout:
 
 
 def resolve_layout(
-    *, dp: int | str, num_devices: int, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
+    *, dp: int | str, num_devices: int, dp_shard: int | str = 1, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
 ) -> Layout:
-    """The layout with dp=auto filled in: what is left of `num_devices`, at least 1. ValueError: see Layout."""
+    """The layout with its autos filled in. ValueError: see Layout.
+
+    dp=auto is what is left of `num_devices`, at least 1; dp_shard=auto is all dp ranks.
+    """
+    for key, degree in (("dp", dp), ("dp_shard", dp_shard)):
+        if isinstance(degree, str) and degree != "auto":
+            raise ValueError(f"{key}={degree} is not a whole number or auto; valid: {key}=auto, {key}=1, {key}=2, ...")
     if isinstance(dp, str):
-        if dp != "auto":
-            raise ValueError(f"dp={dp} is not a whole number or auto; valid: dp=auto, dp=1, dp=2, ...")
         dp = max(1, num_devices // max(1, prod((tp, pp, cp))))
+    if isinstance(dp_shard, str):
+        dp_shard = dp
     return Layout(dp=dp, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def check_model(layout: Layout, *, heads: int, seq_len: int, sequence_parallel: bool) -> None:
+    """ValueError where tp can't split a model of so many query heads, or sequences of so many tokens."""
+    if heads % layout.tp:
+        raise ValueError(
+            f"tp={layout.tp} does not divide model.heads={heads}; "
+            f"nearest valid: tp={around(layout.tp, divisors(heads))}"
+        )
+    if sequence_parallel and seq_len % layout.tp:
+        below = seq_len // layout.tp * layout.tp
+        raise ValueError(
+            f"batch.seq_len={seq_len} does not divide by tp={layout.tp}, which parallel.sequence_parallel=true needs; "
+            f"nearest valid: batch.seq_len={around(seq_len, (below, below + layout.tp))}"
+        )
 
 
 def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:

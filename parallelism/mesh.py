@@ -1,5 +1,6 @@
 """The process group and the device mesh of a layout."""
 
+import logging
 import os
 import platform
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parallelism.layout import Layout
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 def start_process_group(device: str, timeout_minutes: float) -> torch.device:
@@ -32,8 +35,20 @@ def start_process_group(device: str, timeout_minutes: float) -> torch.device:
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The ranks on one axis, dp."""
-    return init_device_mesh(device.type, (layout.dp,), mesh_dim_names=("dp",))
+    """The ranks on the axes replicate, shard and tp, the last innermost: its ranks talk most and are nearest.
+
+    Replicate and shard are the two factors of dp: dp_shard ranks share a copy of the model, dp/dp_shard such groups
+    hold replicas.
+    """
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if layout.tp > 1 and local_world_size % layout.tp:
+        log.warning(
+            "tp=%d crosses nodes of %d ranks: its all-reduces, four a layer, will wait for the network; "
+            "better a tp that divides %d",
+            *(layout.tp, local_world_size, local_world_size),
+        )
+    shape = (layout.dp // layout.dp_shard, layout.dp_shard, layout.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
 
 
 def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:

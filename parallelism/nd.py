@@ -4,49 +4,96 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from models.gpt import GPT, IGNORED
+from parallelism.collectives import all_reduce
 from parallelism.dp import apply_dp
+from parallelism.fsdp import apply_fsdp
+from parallelism.materialise import materialise
+from parallelism.norm import clip_grad_norm
+from parallelism.tp import apply_tp
+from parallelism.vocabulary import VocabularyLoss
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 
 
-def parallelize(model: GPT, mesh: DeviceMesh, *, precision: str = "fp32", compile: bool = False) -> "DistributedModel":
-    """Lays the model out over the mesh: compile, then dp.
+def parallelize(
+    model: GPT,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    seed: int,
+    precision: str = "fp32",
+    compile: bool = False,
+    sequence_parallel: bool = False,
+    reshard: bool = True,
+) -> "DistributedModel":
+    """Lays the model out over the mesh and fills it with its initial weights: tp, compile, then fsdp or dp.
 
-    The model is on this rank's device with its initial weights. precision: fp32, or bf16 for bf16 matmuls on fp32
-    weights.
+    The model is on the meta device, so that no rank ever holds more of it than its shard. precision: fp32, or bf16 for
+    bf16 matmuls on fp32 weights. sequence_parallel and reshard: see `apply_tp` and `apply_fsdp`.
     """
+    partial_gradients = (
+        apply_tp(model, mesh["tp"], sequence_parallel=sequence_parallel) if mesh["tp"].size() > 1 else []
+    )
     if compile:
         for block in model.blocks.values():
             block.compile()
-    trained: nn.Module = model
-    if mesh["dp"].size() > 1:
-        trained = apply_dp(model, mesh["dp"])
-    return DistributedModel(model, trained, mesh, precision)
+    dp_size = mesh["replicate"].size() * mesh["shard"].size()
+    # The parameters of tp are DTensors, which DDP can't hold: there, plain data parallel is FSDP with a shard of one.
+    sharded = mesh["shard"].size() > 1 or (dp_size > 1 and mesh["tp"].size() > 1)
+    if sharded:
+        axes = mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+        apply_fsdp(model, axes, reshard=reshard, bf16=precision == "bf16")
+    materialise(model, device, seed)
+    trained = apply_dp(model, mesh["replicate"]) if dp_size > 1 and not sharded else model
+    return DistributedModel(model, trained, mesh, device, precision, sequence_parallel, reshard, partial_gradients)
 
 
 class DistributedModel:
     """A model laid out over ranks: every rank calls each method, with its own share of the data."""
 
-    def __init__(self, model: GPT, trained: nn.Module, mesh: DeviceMesh, precision: str) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        trained: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        precision: str,
+        sequence_parallel: bool,
+        reshard: bool,
+        partial_gradients: list[str],
+    ) -> None:
         self.model = model  # holds the parameters, under their one-rank names
         self._trained = trained  # its forward is what backward may follow
         self._mesh = mesh
-        self._device = next(model.parameters()).device
+        self._device = device
         self._bf16 = precision == "bf16"
+        self._sequence_parallel = sequence_parallel
+        self._reshard = reshard
+        self._partial = [parameter for name, parameter in model.named_parameters() if name in partial_gradients]
 
     @property
     def data_part(self) -> tuple[int, int]:
         """Which part of each batch this rank takes, of how many."""
-        return self._mesh["dp"].get_local_rank(), self._mesh["dp"].size()
+        replicate, shard = self._mesh["replicate"], self._mesh["shard"]
+        return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
+
+    @property
+    def dropout_part(self) -> int:
+        """Ranks with the same number have to drop the same: those that hold the same activations."""
+        tp, part = self._mesh["tp"], self.data_part[0]
+        return part * tp.size() + tp.get_local_rank() if self._sequence_parallel else part
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward; returns the loss in nats per valid token of the whole batch, over all ranks.
@@ -64,6 +111,7 @@ class DistributedModel:
                     loss = self._trained(inputs, targets) / num_tokens
                 loss.backward()
             total += loss.detach()
+        self._add_partial_gradients()
         return self._all_reduce(total)
 
     @torch.no_grad()
@@ -79,13 +127,17 @@ class DistributedModel:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token logits (B, T, V) for tokens (B, T), the same on every rank, without dropout."""
+        num_tokens = tokens.shape[1]
+        if self._sequence_parallel:  # T has to divide; what comes later changes nothing before it
+            tokens = F.pad(tokens, (0, -num_tokens % self._mesh["tp"].size()))
         # Lengths vary here, and each new one would be compiled.
         with self._inference(), torch.compiler.set_stance("force_eager"):
-            return self.model(tokens)
+            logits = self.model(tokens)[:, :num_tokens]
+        return self.model.loss.gather(logits) if isinstance(self.model.loss, VocabularyLoss) else logits
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return clip_grad_norm(self.model.parameters(), max_norm)
 
     def largest(self, flag: int) -> int:
         """The largest flag of all ranks: how they agree on a wish to stop that has reached only some of them."""
@@ -97,13 +149,35 @@ class DistributedModel:
 
     def _all_reduce(self, value: Tensor) -> Tensor:
         """The sum over the data parallel ranks."""
-        if self._mesh["dp"].size() > 1:
-            dist.all_reduce(value, group=self._mesh["dp"].get_group())
+        for axis in (self._mesh["replicate"], self._mesh["shard"]):
+            if axis.size() > 1:
+                dist.all_reduce(value, group=axis.get_group())
         return value
 
-    def _sync(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced once per step: in the backward of the last micro-batch."""
-        return nullcontext() if last or self._trained is self.model else self._trained.no_sync()  # type: ignore[operator]
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        """Replicas reduce gradients once per step: in the backward of the last micro-batch.
+
+        Shards reduce in every one, or each rank would hold a whole gradient; parameters that were not freed after the
+        forward stay for the whole step.
+        """
+        if isinstance(self._trained, DistributedDataParallel) and not last:
+            with self._trained.no_sync():
+                yield
+            return
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(last)
+            if not self._reshard:
+                self.model.set_reshard_after_backward(last)
+        yield
+
+    def _add_partial_gradients(self) -> None:
+        """Adds up, over tp and in one go, the gradients of which each rank has a part: see `apply_tp`."""
+        if self._partial:
+            shards = [parameter.grad.to_local() for parameter in self._partial]  # type: ignore[union-attr]
+            whole = all_reduce(torch.cat([shard.flatten() for shard in shards]), self._mesh["tp"].get_group())
+            for shard, part in zip(shards, whole.split([shard.numel() for shard in shards])):
+                shard.copy_(part.view_as(shard))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
@@ -114,3 +188,6 @@ class DistributedModel:
         with self._autocast():
             yield
         self.model.train()
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # what the forward keeps for a backward, of which there was none

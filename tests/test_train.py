@@ -74,6 +74,10 @@ def test_the_same_seed_twice_gives_the_same_run(one_rank: Path, tmp_path: Path) 
         ["memory.micro_batch=4"],
         ["dp=2", "memory.micro_batch=2"],
         ["dp=4", "memory=accum"],
+        ["parallel=fsdp", "dp=2"],
+        ["parallel=hsdp", "parallel.reshard=false", "memory.micro_batch=2"],
+        ["parallel=tp"],
+        ["parallel=tp", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true", "memory.micro_batch=4"],
     ],
     ids=" ".join,
 )
@@ -91,8 +95,8 @@ def test_three_ranks_with_dropout_off_and_an_odd_batch(tmp_path: Path) -> None:
 
 
 def test_dropout_follows_from_the_seed_and_differs_between_ranks(one_rank: Path, tmp_path: Path) -> None:
-    run_training(tmp_path / "a", "dp=2", "model.dropout=0.3")
-    run_training(tmp_path / "b", "dp=2", "model.dropout=0.3")
+    run_training(tmp_path / "a", "dp=2", "tp=2", "model.dropout=0.3")
+    run_training(tmp_path / "b", "dp=2", "tp=2", "model.dropout=0.3")
     assert column(tmp_path / "a", "loss") == column(tmp_path / "b", "loss")
     assert column(tmp_path / "a", "loss") != pytest.approx(column(one_rank, "loss"), rel=1e-5)
     seeds = {_dropout_seed(0, tokens, part) for tokens in (0, 512) for part in (0, 1)} | {_dropout_seed(1, 0, 0)}
@@ -251,7 +255,7 @@ def test_real_text_on_two_ranks(tmp_path: Path) -> None:
         (tmp_path / f"texts/{number}.txt").write_text(f"{number} bottles of beer on the wall, take one down. " * 20)
     text = ["data=files", f"data.path={tmp_path}/texts", f"data.cache_dir={tmp_path}/cache", "model.vocab_size=300"]
     run_training(tmp_path / "one", *text, "train.sample_tokens=5")
-    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", "dp=2")
+    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", "tp=2", "parallel.sequence_parallel=true")
     assert column(tmp_path / "two", "loss") == pytest.approx(column(tmp_path / "one", "loss"), rel=1e-5)
     assert column(tmp_path / "two", "eval_loss") == pytest.approx(column(tmp_path / "one", "eval_loss"), rel=1e-5)
     assert (tmp_path / "two/sample.txt").read_text() == (tmp_path / "one/sample.txt").read_text()
@@ -341,6 +345,9 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
     assert (tmp_path / "run/sample.txt").read_text(encoding="utf-8")
 
 
-def test_compiled_blocks_give_the_same_losses(one_rank: Path, tmp_path: Path) -> None:
-    run_training(tmp_path / "run", "compile=true", "dp=2")
+@pytest.mark.parametrize(
+    "layout", [["dp=2"], ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"]], ids=" ".join
+)
+def test_compiled_blocks_give_the_same_losses(layout: list[str], one_rank: Path, tmp_path: Path) -> None:
+    run_training(tmp_path / "run", "compile=true", *layout)
     assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)

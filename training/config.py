@@ -11,6 +11,7 @@ from checks import at_least, at_most, number_or_auto, one_of
 from data.config import DataConfig
 from memory.micro_batch import MemoryConfig
 from models.config import ModelConfig
+from parallelism.layout import ParallelConfig
 from training.schedule import SHAPES
 
 # train.steps has its default only where train.tokens is not given: conf/config.yaml says it by this.
@@ -119,6 +120,7 @@ class Config:
     """The whole of it, in the order of conf/config.yaml."""
 
     model: ModelConfig
+    parallel: ParallelConfig
     memory: MemoryConfig
     data: DataConfig
     batch: BatchConfig
@@ -128,7 +130,7 @@ class Config:
     cluster: ClusterConfig
     train: TrainConfig
     dp: int | str
-    dp_shard: int
+    dp_shard: int | str
     tp: int
     pp: int
     cp: int

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.micro_batch import BatchShape, split_batch
-from parallelism.layout import Layout, check_gpus, check_local_ranks, check_world_size, resolve_layout
+from parallelism.layout import Layout, check_gpus, check_local_ranks, check_model, check_world_size, resolve_layout
 from parallelism.ranks import joined, num_gpus
 from training.config import Config
 from training.schedule import LearningRate
@@ -74,6 +74,12 @@ def settle(config: Config) -> Job:
             f"batch.seq_len={config.batch.seq_len} is longer than model.context={config.model.context}; "
             f"valid: batch.seq_len <= {config.model.context}"
         )
+    check_model(
+        layout,
+        heads=config.model.heads,
+        seq_len=config.batch.seq_len,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
     batch = split_batch(
         tokens=config.batch.tokens,
         seq_len=config.batch.seq_len,
@@ -86,6 +92,7 @@ def settle(config: Config) -> Job:
     settled = replace(
         config,
         dp=layout.dp,
+        dp_shard=layout.dp_shard,
         device=device,
         precision=precision,
         memory=replace(config.memory, micro_batch=batch.micro_batch),

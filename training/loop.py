@@ -38,7 +38,7 @@ def train(
         began = time.perf_counter()
         lr = lr_at(tokens + job.batch.tokens, job.lr)
         set_lr(optimizer, lr)
-        torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.data_part[0]))
+        torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.dropout_part))
         loss = model.step(_micro_batches(job, corpus, tokens, model.data_part, device))
         grad_norm = model.clip_grad_norm(job.config.train.clip)
         optimizer.step()

@@ -95,11 +95,18 @@ def prepare_data(job: Job) -> Corpus:
 
 def build_model(job: Job, device: torch.device) -> DistributedModel:
     """The model with its initial weights, laid out over the ranks."""
-    with device:
+    with torch.device("meta"):
         model = GPT(job.config.model)
-    model.init_weights(job.config.seed)
-    mesh = make_mesh(job.layout, device)
-    return parallelize(model, mesh, precision=job.precision, compile=job.config.compile)
+    return parallelize(
+        model,
+        make_mesh(job.layout, device),
+        device,
+        seed=job.config.seed,
+        precision=job.precision,
+        compile=job.config.compile,
+        sequence_parallel=job.config.parallel.sequence_parallel,
+        reshard=job.config.parallel.reshard,
+    )
 
 
 def make_sinks(job: Job, folder: Path | None, terminal: Terminal | None) -> list[Sink]:

@@ -44,7 +44,7 @@ def test_the_message_has_the_nearest_batches_and_they_are_valid() -> None:
 
 
 def test_fewer_sequences_than_ranks() -> None:
-    with pytest.raises(ValueError, match=r"nearest valid: batch\.tokens=2048"):
+    with pytest.raises(ValueError, match=r"dp=8 ranks .* the 1 sequences .*nearest valid: dp=1 or batch\.tokens=2048"):
         split_batch(tokens=256, seq_len=256, micro_batch="auto", num_parts=8)
 
 

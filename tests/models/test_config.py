@@ -46,7 +46,7 @@ def test_omegaconf_refuses_unknown_keys_and_wrong_types() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 7}, "model.heads=7 does not divide model.dim=128; nearest valid: 8 or 4"),
+        ({"heads": 7}, "model.heads=7 does not divide model.dim=128; nearest valid: 4 or 8"),
         ({"heads": 256}, "model.heads=256 does not divide model.dim=128; nearest valid: 64"),
         ({"heads": 256, "positions": "learned"}, "model.heads=256 does not divide model.dim=128; nearest valid: 128"),
         ({"heads": 128}, "model.heads=128 gives heads of odd width 1; model.positions=rope needs an even one; "

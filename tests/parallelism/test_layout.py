@@ -1,6 +1,6 @@
 import pytest
 
-from parallelism.layout import Layout, check_gpus, check_world_size, resolve_layout
+from parallelism.layout import Layout, check_gpus, check_model, check_world_size, resolve_layout
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (1, 1), (8, 8)])
@@ -14,15 +14,46 @@ def test_degrees_below_one_are_refused(key: str, degree: int) -> None:
         resolve_layout(**{"dp": 1, "num_devices": 1, key: degree})
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep", "dp_shard"])
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
 def test_layouts_that_do_not_exist_yet_are_refused(axis: str) -> None:
     with pytest.raises(ValueError, match=f"{axis}=2 is not built yet; valid: {axis}=1"):
         Layout(dp=2, **{axis: 2})
 
 
-def test_a_word_for_dp_is_refused() -> None:
-    with pytest.raises(ValueError, match="dp=many is not a whole number or auto"):
-        resolve_layout(dp="many", num_devices=1)
+@pytest.mark.parametrize("key", ["dp", "dp_shard"])
+def test_a_word_for_a_degree_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}=many is not a whole number or auto"):
+        resolve_layout(num_devices=1, **{"dp": 2, key: "many"})  # type: ignore[arg-type]
+
+
+def test_dp_shares_the_devices_with_tp() -> None:
+    layout = resolve_layout(dp="auto", dp_shard="auto", tp=2, num_devices=8)
+    assert (layout.dp, layout.dp_shard, layout.world_size) == (4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("dp", "dp_shard", "valid"),
+    [(4, 3, "2 or 4"), (6, 4, "3 or 6"), (2, 8, "2")],
+)
+def test_dp_shard_has_to_divide_dp(dp: int, dp_shard: int, valid: str) -> None:
+    with pytest.raises(ValueError, match=f"{dp_shard} does not divide dp={dp}; nearest valid: dp_shard={valid}$"):
+        Layout(dp=dp, dp_shard=dp_shard)
+
+
+def test_tp_has_to_divide_the_heads() -> None:
+    check_model(Layout(dp=1, tp=4), heads=8, seq_len=30, sequence_parallel=False)
+    with pytest.raises(ValueError, match=r"tp=3 does not divide model.heads=8; nearest valid: tp=2 or 4$"):
+        check_model(Layout(dp=1, tp=3), heads=8, seq_len=32, sequence_parallel=False)
+    with pytest.raises(ValueError, match=r"tp=16 does not divide model.heads=8; nearest valid: tp=8$"):
+        check_model(Layout(dp=1, tp=16), heads=8, seq_len=32, sequence_parallel=False)
+
+
+def test_sequence_parallelism_needs_tp_to_divide_the_sequence() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"batch.seq_len=30 does not divide by tp=4.*; nearest valid: batch.seq_len=28 or 32$",
+    ):
+        check_model(Layout(dp=1, tp=4), heads=8, seq_len=30, sequence_parallel=True)
 
 
 def test_layout_must_have_the_ranks_that_are_there() -> None:

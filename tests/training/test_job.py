@@ -58,9 +58,18 @@ from training.job import make_job
         ("logger.mode=of", "logger.mode=of is not one of auto, online, offline"),
         ("batch.seq_len=64", "batch.seq_len=64 is longer than model.context=32; valid: batch.seq_len <= 32"),
         ("batch.tokens=500", "does not divide by batch.seq_len=32 * dp=1 = 32; nearest valid: batch.tokens=480 or 512"),
+        (
+            "dp=32",
+            "than the 16 sequences of batch.tokens=512 and batch.seq_len=32; nearest valid: dp=16 or batch.tokens=1024",
+        ),
+        ("tp=3", "tp=3 does not divide model.heads=4; nearest valid: tp=2 or 4"),
+        ("parallel=tpp", "parallel=tpp does not exist; valid: dp, fsdp, hsdp, tp; did you mean tp?"),
+        ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1"),
+        ("parallel.sequence_paralel=true", "did you mean parallel.sequence_parallel?"),
+        ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
         ("dp=3", "batch.tokens=512 does not divide by batch.seq_len=32 * dp=3 = 96; nearest valid: batch.tokens=480"),
         ("memory.micro_batch=5", "memory.micro_batch=5 * dp=1 = 160; nearest valid: batch.tokens=480 or 640"),
-        ("tp=2", "tp=2 is not built yet; valid: tp=1"),
+        ("pp=2", "pp=2 is not built yet; valid: pp=1"),
     ],
 )
 def test_refused_in_one_line(override: str, message: str) -> None:
@@ -169,6 +178,8 @@ def test_every_group_has_a_base_that_lists_all_its_keys() -> None:
         base = ROOT / "conf" / group / "base.yaml"
         if is_dataclass(kind) and group != "train":
             listed = OmegaConf.load(base)
+            if group == "parallel":  # its file also has the degrees, which stand at the top level
+                listed = listed.parallel
             assert sorted(map(str, listed)) == sorted(field.name for field in fields(kind)), base
     groups = [folder for folder in (ROOT / "conf").iterdir() if folder.is_dir() and folder.name != "experiment"]
     assert all((folder / "base.yaml").exists() for folder in groups)

@@ -1,0 +1,92 @@
+"""Ranks that take a step of some layout and tell what they sent and what they hold.
+
+    python -m tests.parallelism.measure OUT '{"dp": 2}' llama 12 '{}'     degrees, model, micro-batch, options
+
+What was sent is read off torch's profiler, which sees every collective that reaches the process group, whoever issued
+it; what is held is the memory behind the tensors.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from models.gpt import GPT
+from parallelism.launch import run_ranks
+from parallelism.layout import Layout
+from parallelism.mesh import make_mesh, start_process_group
+from parallelism.nd import parallelize
+from parallelism.stop import Stop
+from tests.parity import MODELS, SEED, Case, own_micro_batches
+
+# Each collective under the names that torch gives it, and which of its tensors is the larger.
+GATHERED = {"c10d::_allgather_base_": 0, "_c10d_functional::all_gather_into_tensor": 0}
+SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter_tensor": 0}
+
+
+def measure(stop: Stop, case: Case, out: Path) -> int:
+    """One rank: two steps, the second of them watched; rank 0 writes what it saw."""
+    device = start_process_group("cpu", timeout_minutes=1)
+    with torch.device("meta"):
+        whole = GPT(MODELS[case.model])
+    model = parallelize(whole, make_mesh(case.layout, device), device, seed=SEED, **case.options)
+    optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3, fused=True)
+    model.step(own_micro_batches(case, model, 0))
+    optimizer.step()
+    optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        model.step(own_micro_batches(case, model, 1))
+    optimizer.step()
+    results = {**traffic(seen), **held_bytes(model.model, optimizer)}
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+def traffic(seen: profile) -> dict[str, int]:
+    """Elements that collectives of each kind have worked on: of the whole tensor, not of a rank's part of it.
+
+    Single numbers (token counts, losses) are left out.
+    """
+    totals = {"gathered": 0, "scattered": 0, "reduced": 0}
+    for event in seen.events() or []:
+        shapes = [torch.Size(shape).numel() for shape in event.input_shapes]
+        if event.name in GATHERED:
+            functional = event.name.startswith("_c10d_functional")  # its input is one rank's part
+            totals["gathered"] += shapes[0] * (dist.get_world_size() if functional else 1)
+        elif event.name in SCATTERED:
+            totals["scattered"] += shapes[SCATTERED[event.name]]
+        elif event.name == "gloo:all_reduce" and shapes[0] > 1:
+            totals["reduced"] += shapes[0]
+    totals["reduced"] -= totals["scattered"]  # gloo reduces all and keeps a part
+    return totals
+
+
+def held_bytes(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The memory behind this rank's parameters, gradients and optimizer state; replicated parameters apart."""
+    sharded, replicated = 0, 0
+    for parameter in model.parameters():
+        moments = [value for value in optimizer.state[parameter].values() if value.dim() > 0]
+        size = sum(local_bytes(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None)
+        if isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements):
+            sharded += size
+        else:
+            replicated += size
+    return {"sharded_bytes": sharded, "replicated_bytes": replicated}
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Of this rank's part."""
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+
+if __name__ == "__main__":
+    degrees, options = (json.loads(sys.argv[index]) for index in (2, 5))
+    case = Case(Layout(**degrees), sys.argv[3], int(sys.argv[4]), options)
+    sys.exit(run_ranks(measure, case, Path(sys.argv[1]), num_ranks=case.layout.world_size))

@@ -1,0 +1,69 @@
+"""CONTRACT for every layout: the losses, norms, gradients and weights of one rank. The table is in tests/parity.py."""
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cli import ROOT
+from tests.parity import CASES, DROPPING, MODELS, OPTIMIZERS, Case, plain_run
+
+
+@pytest.fixture(scope="session")
+def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function: the folder in which that many ranks have left the results of all their cases."""
+
+    @cache
+    def run(num_ranks: int) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+        folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder)]
+        return folder, subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
+
+    def results(num_ranks: int) -> Path:
+        folder, done = run(num_ranks)
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    return results
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equal_to_one_rank(case: Case, optimizer: str, results_of_ranks: Any) -> None:
+    found = torch.load(results_of_ranks(case.layout.world_size) / f"{case.name}.pt")[optimizer]
+    expected = plain_run_of(case.model, optimizer)
+    bf16 = case.options.get("precision") == "bf16"
+    rtol = 1e-2 if bf16 else 1e-5
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=rtol, atol=0.0)
+    torch.testing.assert_close(found["eval_loss"], expected["eval_loss"], rtol=rtol, atol=0.0)
+    if bf16:
+        return
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
+    assert_each_close(found["gradients"], expected["gradients"])
+    assert_each_close(found["weights"], expected["weights"])
+
+
+def assert_each_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """CONTRACT 3: each within 1e-5 of its norm, or 1e-7 of the norm of all, whichever is larger."""
+    assert found.keys() == expected.keys()
+    whole_norm = torch.nn.utils.get_total_norm(expected.values())
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= max(1e-5 * tensor.norm(), 1e-7 * whole_norm), name
+
+
+@pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
+def test_dropout_leaves_replicas_equal(case: Case, results_of_ranks: Any) -> None:
+    found = torch.load(results_of_ranks(case.layout.world_size) / f"{case.name}.pt")["sgd"]  # asserted there: equal
+    assert (found["losses"] - plain_run_of("gpt2", "sgd")["losses"]).abs().max() > 1e-3
+
+
+@cache
+def plain_run_of(model: str, optimizer: str) -> dict[str, Any]:
+    """The reference, once for all cases of a model."""
+    return plain_run(MODELS[model], optimizer)
