@@ -24,9 +24,10 @@ from parallelism.nd import parallelize
 from parallelism.stop import Stop
 from tests.parity import MODELS, SEED, Case, own_micro_batches
 
-# Each collective under the names that torch gives it, and which of its tensors is the larger.
+# Each collective under the names that torch gives it, and which of its tensors is the larger; an all-to-all whose parts
+# are then added is a reduce-scatter.
 GATHERED = {"c10d::_allgather_base_": 0, "_c10d_functional::all_gather_into_tensor": 0}
-SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter_tensor": 0}
+SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::all_to_all_single": 0}
 
 
 def measure(stop: Stop, case: Case, out: Path) -> int:
@@ -64,7 +65,9 @@ def traffic(seen: profile) -> dict[str, int]:
             totals["scattered"] += shapes[SCATTERED[event.name]]
         elif event.name == "gloo:all_reduce" and shapes[0] > 1:
             totals["reduced"] += shapes[0]
-    totals["reduced"] -= totals["scattered"]  # gloo reduces all and keeps a part
+        # Gloo runs FSDP's reduce-scatter as an all-reduce of which it keeps a part.
+        if event.name == "c10d::_reduce_scatter_base_":
+            totals["reduced"] -= shapes[1]
     return totals
 
 
