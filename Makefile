@@ -34,6 +34,7 @@ test-oldest: $(OLDEST)/installed ## The tests on the oldest torch that pyproject
 figures: $(VENV)/installed ## Measure every number in the README (about an hour)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/start.py
+	$(RUN) benchmarks/layouts.py
 	$(RUN) benchmarks/learning.py
 
 lock: ## Pin the newest versions that pyproject.toml allows into requirements.lock

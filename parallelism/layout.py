@@ -85,6 +85,16 @@ def check_model(layout: Layout, *, heads: int, seq_len: int, sequence_parallel: 
         )
 
 
+def node_warning(layout: Layout, local_world_size: int) -> str | None:
+    """What to say where the ranks of tp, which meet four times a layer, are not all on one node."""
+    if local_world_size % layout.tp == 0:
+        return None
+    return (
+        f"tp={layout.tp} crosses nodes of {local_world_size} ranks: its all-reduces will wait for the network; "
+        f"better: tp={around(layout.tp, divisors(local_world_size))}"
+    )
+
+
 def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:
     """ValueError where the layout is not made for the ranks that `started_by` (torchrun, srun) has started."""
     if layout.world_size != world_size:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelism.layout import Layout
+from parallelism.layout import Layout, node_warning
 
 T = TypeVar("T")
 
@@ -40,13 +40,9 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     Replicate and shard are the two factors of dp: dp_shard ranks share a copy of the model, dp/dp_shard such groups
     hold replicas.
     """
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    if layout.tp > 1 and local_world_size % layout.tp:
-        log.warning(
-            "tp=%d crosses nodes of %d ranks: its all-reduces, four a layer, will wait for the network; "
-            "better a tp that divides %d",
-            *(layout.tp, local_world_size, local_world_size),
-        )
+    warning = node_warning(layout, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
+    if warning:
+        log.warning(warning)
     shape = (layout.dp // layout.dp_shard, layout.dp_shard, layout.tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
 

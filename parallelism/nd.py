@@ -3,6 +3,7 @@
 `parallel=dp` is this with one degree above 1. What comes back, a DistributedModel, is all the loop ever sees.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -23,6 +24,8 @@ from parallelism.materialise import materialise
 from parallelism.norm import clip_grad_norm
 from parallelism.tp import apply_tp
 from parallelism.vocabulary import VocabularyLoss
+
+log = logging.getLogger(__name__)
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 

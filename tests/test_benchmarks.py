@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import learning, overhead, start
+from benchmarks import layouts, learning, overhead, start
 
 pytestmark = pytest.mark.slow
 
@@ -34,3 +34,17 @@ def test_the_trainer_costs_at_most_three_percent() -> None:
 def test_the_trainer_holds_at_most_five_percent_more() -> None:
     trainer, bare = overhead.peaks()
     assert trainer / bare <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("dp=2", 1.0),
+        ("parallel=fsdp dp=2", 0.85),
+        ("parallel=tp", 0.75),
+        ("parallel=tp parallel.sequence_parallel=true", 0.70),
+    ],
+)
+def test_two_ranks_are_as_fast_as_two_threads_or_nearly(name: str, least: float) -> None:
+    _, _, ratio = layouts.measure(name, num_pairs=11)
+    assert ratio >= least

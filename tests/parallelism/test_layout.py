@@ -1,6 +1,6 @@
 import pytest
 
-from parallelism.layout import Layout, check_gpus, check_model, check_world_size, resolve_layout
+from parallelism.layout import Layout, check_gpus, check_model, check_world_size, node_warning, resolve_layout
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (1, 1), (8, 8)])
@@ -71,3 +71,13 @@ def test_too_few_gpus_gives_the_torchrun_line_for_enough_nodes() -> None:
     # 12 ranks on nodes of 8: two nodes of 6, since every node must run as many.
     with pytest.raises(ValueError, match="--nnodes 2 --nproc-per-node 6"):
         check_gpus(Layout(dp=12), num_gpus=8, devices_per_node=8)
+
+
+def test_tp_across_nodes_is_warned_of() -> None:
+    assert node_warning(Layout(dp=2, tp=8), local_world_size=8) is None
+    assert node_warning(Layout(dp=2, tp=2), local_world_size=8) is None
+    for tp, better in ((16, "8"), (3, "2 or 4")):
+        warning = node_warning(Layout(dp=1, tp=tp), local_world_size=8)
+        assert warning is not None
+        assert warning.startswith(f"tp={tp} crosses nodes of 8 ranks")
+        assert warning.endswith(f"tp={better}")
