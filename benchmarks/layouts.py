@@ -149,4 +149,5 @@ if __name__ == "__main__":
     print("| layout | tokens/s | one rank, two threads, tokens/s | ratio |\n| --- | --- | --- | --- |")
     for name in LAYOUTS:
         both, one, ratio = measure(name, num_pairs)
-        print(f"| {name} | {4096 / both:,.0f} | {4096 / one:,.0f} | {ratio:.2f} |", flush=True)
+        tokens = job_of(LAYOUTS[name]).batch.tokens
+        print(f"| {name} | {tokens / both:,.0f} | {tokens / one:,.0f} | {ratio:.2f} |", flush=True)

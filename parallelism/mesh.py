@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def start_process_group(device: str, timeout_minutes: float) -> torch.device:
     """Meets the other ranks, by gloo on CPUs and NCCL (with gloo beside it for CPU tensors) on GPUs.
 
-    Returns this rank's device. Any collective that waits longer than the timeout raises.
+    Returns this rank's device. Any collective of all ranks that waits longer than the timeout raises.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if device == "cpu":
@@ -34,17 +34,21 @@ def start_process_group(device: str, timeout_minutes: float) -> torch.device:
     return own
 
 
-def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> DeviceMesh:
     """The ranks on the axes replicate, shard and tp, the last innermost: its ranks talk most and are nearest.
 
     Replicate and shard are the two factors of dp: dp_shard ranks share a copy of the model, dp/dp_shard such groups
-    hold replicas.
+    hold replicas. Any collective over an axis that waits longer than the timeout raises.
     """
     warning = node_warning(layout, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if warning:
         log.warning(warning)
     shape = (layout.dp // layout.dp_shard, layout.dp_shard, layout.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    for group in mesh.get_all_groups():
+        # Groups of some of the ranks are made with torch's own timeout, and the mesh takes no other.
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+    return mesh
 
 
 def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:

@@ -43,24 +43,39 @@ def parallelize(
 ) -> "DistributedModel":
     """Lays the model out over the mesh and fills it with its initial weights: tp, compile, then fsdp or dp.
 
-    The model is on the meta device, so that no rank ever holds more of it than its shard. precision: fp32, or bf16 for
-    bf16 matmuls on fp32 weights. sequence_parallel and reshard: see `apply_tp` and `apply_fsdp`.
+    The model is on the meta device: no rank ever holds more of it than its shards and, while they are filled, one whole
+    parameter. precision: fp32, or bf16 for bf16 matmuls on fp32 weights; under FSDP the residual stream is bf16 too,
+    since its parameters are gathered so. sequence_parallel and reshard: see `apply_tp` and `apply_fsdp`.
     """
-    partial_gradients = (
-        apply_tp(model, mesh["tp"], sequence_parallel=sequence_parallel) if mesh["tp"].size() > 1 else []
-    )
+    if sequence_parallel and mesh["tp"].size() == 1:
+        log.warning("parallel.sequence_parallel=true does nothing at tp=1")
+    if not reshard and mesh["shard"].size() == 1:
+        log.warning("parallel.reshard=false does nothing at dp_shard=1")
+    partial_gradients: list[str] = []
+    if mesh["tp"].size() > 1:
+        partial_gradients = apply_tp(model, mesh["tp"], sequence_parallel=sequence_parallel)
     if compile:
         for block in model.blocks.values():
             block.compile()
     dp_size = mesh["replicate"].size() * mesh["shard"].size()
     # The parameters of tp are DTensors, which DDP can't hold: there, plain data parallel is FSDP with a shard of one.
+    # Its traffic is DDP's; it copies each parameter before use, and each gradient before it is reduced.
     sharded = mesh["shard"].size() > 1 or (dp_size > 1 and mesh["tp"].size() > 1)
     if sharded:
         axes = mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
         apply_fsdp(model, axes, reshard=reshard, bf16=precision == "bf16")
     materialise(model, device, seed)
     trained = apply_dp(model, mesh["replicate"]) if dp_size > 1 and not sharded else model
-    return DistributedModel(model, trained, mesh, device, precision, sequence_parallel, reshard, partial_gradients)
+    return DistributedModel(
+        model,
+        trained,
+        mesh,
+        device,
+        bf16=precision == "bf16",
+        sequence_parallel=sequence_parallel,
+        reshard=reshard,
+        partial_gradients=partial_gradients,
+    )
 
 
 class DistributedModel:
@@ -72,7 +87,8 @@ class DistributedModel:
         trained: nn.Module,
         mesh: DeviceMesh,
         device: torch.device,
-        precision: str,
+        *,
+        bf16: bool,
         sequence_parallel: bool,
         reshard: bool,
         partial_gradients: list[str],
@@ -81,7 +97,7 @@ class DistributedModel:
         self._trained = trained  # its forward is what backward may follow
         self._mesh = mesh
         self._device = device
-        self._bf16 = precision == "bf16"
+        self._bf16 = bf16
         self._sequence_parallel = sequence_parallel
         self._reshard = reshard
         self._partial = [parameter for name, parameter in model.named_parameters() if name in partial_gradients]
@@ -105,7 +121,7 @@ class DistributedModel:
         of that mean loss, whatever the number of ranks and micro-batches.
         """
         self.model.train()
-        num_tokens = self._all_reduce(sum((targets != IGNORED).sum() for _, targets in micro_batches))  # type: ignore[arg-type]
+        num_tokens = self._sum_over_data(sum((targets != IGNORED).sum() for _, targets in micro_batches))  # type: ignore[arg-type]
         num_tokens = num_tokens.clamp(min=1)
         total = torch.zeros((), device=self._device)
         for index, (inputs, targets) in enumerate(micro_batches):
@@ -115,7 +131,7 @@ class DistributedModel:
                 loss.backward()
             total += loss.detach()
         self._add_partial_gradients()
-        return self._all_reduce(total)
+        return self._sum_over_data(total)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -124,7 +140,7 @@ class DistributedModel:
             sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss and valid tokens
             for inputs, targets in micro_batches:
                 sums += torch.stack((self.model(inputs, targets).double(), (targets != IGNORED).sum().double()))
-        loss, num_tokens = self._all_reduce(sums).tolist()
+        loss, num_tokens = self._sum_over_data(sums).tolist()
         return loss / num_tokens
 
     @torch.no_grad()
@@ -142,15 +158,15 @@ class DistributedModel:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
         return clip_grad_norm(self.model.parameters(), max_norm)
 
-    def largest(self, flag: int) -> int:
-        """The largest flag of all ranks: how they agree on a wish to stop that has reached only some of them."""
+    def largest(self, number: int) -> int:
+        """The largest number of all ranks: how they agree, say on a wish to stop that has reached only some of them."""
         if dist.get_world_size() == 1:
-            return flag
-        flags = torch.tensor(flag)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return int(flags)
+            return number
+        numbers = torch.tensor(number)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers)
 
-    def _all_reduce(self, value: Tensor) -> Tensor:
+    def _sum_over_data(self, value: Tensor) -> Tensor:
         """The sum over the data parallel ranks."""
         for axis in (self._mesh["replicate"], self._mesh["shard"]):
             if axis.size() > 1:

@@ -15,11 +15,12 @@ models/gpt.py, with t = T/tp tokens under sequence parallelism and t = T without
 """
 
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -71,7 +72,7 @@ def apply_tp(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -
     """Splits the model, in place, over a mesh of one axis whose size divides the number of heads.
 
     Returns the names of the parameters whose gradients, after backward, are partial sums that have still to be added
-    over the axis: replicated ones, of which each rank has worked with other tokens or other rows.
+    over the axis: replicated ones of modules that say so (`partial`), since each rank works with other tokens or rows.
     """
     region = Region(mesh, sequence_parallel)
     for block in model.blocks.values():
@@ -88,11 +89,11 @@ def apply_tp(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -
         model.loss = VocabularyLoss(region.group, model.config.vocab_size)
     model.tie_weights()
     return [
-        name
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-        and parameter.placements == (Replicate(),)
-        and (sequence_parallel or isinstance(model.get_submodule(name.rpartition(".")[0]), ColumnLinear))
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if getattr(module, "partial", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
     ]
 
 
@@ -110,25 +111,26 @@ def _split_block(block: Block, region: Region, config: ModelConfig) -> None:
     mlp.gate = ColumnLinear(mlp.gate, region) if mlp.gate is not None else None
 
 
-def _kv_rows(config: ModelConfig, region: Region) -> list[int]:
-    """The rows of k and v that this rank's query heads need, where the ranks can't share out the kv heads evenly.
+def _kv_rows(config: ModelConfig, region: Region) -> slice | list[int]:
+    """The rows of k and v that this rank's query heads need, where tp does not divide the number of kv heads.
 
-    Every rank then holds all of k and v. A kv head is listed once, or, where its queries are not as many as the
-    others', once for each of them.
+    Every rank then holds all of k and v. 24 heads on 6 kv heads: with tp=12 a rank's 2 queries share one kv head. With
+    tp=4 rank 0's 6 queries need heads 0, 0, 0, 0, 1, 1: no even groups, so each query gets its kv head listed.
     """
     num_local, group_size = config.heads // region.size, config.heads // config.num_kv_heads
     needed = [head // group_size for head in range(region.rank * num_local, (region.rank + 1) * num_local)]
     if len({needed.count(head) for head in needed}) == 1:
-        needed = sorted(set(needed))
+        return slice(needed[0] * config.head_dim, (needed[-1] + 1) * config.head_dim)
     return [row for head in needed for row in range(head * config.head_dim, (head + 1) * config.head_dim)]
 
 
 class ColumnLinear(nn.Linear):
     """Some of the output features: (B, T, C) to (B, T, C/tp). With `rows`, those, of a weight that all ranks hold."""
 
-    def __init__(self, whole: nn.Linear, region: Region, rows: list[int] | None = None) -> None:
+    def __init__(self, whole: nn.Linear, region: Region, rows: slice | list[int] | None = None) -> None:
         super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
         self.rows = rows
+        self.partial = rows is not None
         placement = Shard(0) if rows is None else Replicate()
         self.weight = region.place(whole.weight, placement)
         if whole.bias is not None:
@@ -147,6 +149,7 @@ class RowLinear(nn.Linear):
     def __init__(self, whole: nn.Linear, region: Region) -> None:
         super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
         self.region = region
+        self.partial = region.sequence_parallel
         self.weight = region.place(whole.weight, Shard(1))
         if whole.bias is not None:
             self.bias = region.place(whole.bias, Replicate())
@@ -163,6 +166,7 @@ class EnteringNorm(nn.Module):
         super().__init__()
         assert isinstance(whole, nn.LayerNorm | nn.RMSNorm)
         self.region = region
+        self.partial = region.sequence_parallel
         self.shape, self.eps = whole.normalized_shape, whole.eps
         self.layer_norm = isinstance(whole, nn.LayerNorm)
         self.weight = region.place(whole.weight, Replicate())
@@ -175,6 +179,8 @@ class EnteringNorm(nn.Module):
             y = F.layer_norm(x, self.shape, local(self.weight), local(self.bias), self.eps)
         else:
             y = F.rms_norm(x, self.shape, local(self.weight), self.eps)
+        if torch.is_autocast_enabled(x.device.type):  # the matrices behind would cast it anyway: move half the bytes
+            y = y.to(torch.get_autocast_dtype(x.device.type))
         return self.region.enter(y)
 
 
@@ -188,11 +194,12 @@ class VocabularyEmbedding(nn.Embedding):
         self.weight = region.place(whole.weight, Shard(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine = (tokens >= self.first) & (tokens < self.end)  # (B, T)
-        # One row of zeros behind the others, for all tokens that are not mine: a rank may have no row at all.
-        weight = F.pad(local(self.weight), (0, 0, 0, 1))
-        index = torch.where(mine, tokens - self.first, self.end - self.first)
-        return self.region.leave(F.embedding(index, weight))  # (B, t, C)
+        weight = local(self.weight)
+        if not weight.shape[0]:
+            weight = F.pad(weight, (0, 0, 0, 1))  # a rank without entries still takes part
+        others = (tokens < self.first) | (tokens >= self.end)  # (B, T)
+        index = (tokens - self.first).clamp(0, weight.shape[0] - 1)
+        return self.region.leave(F.embedding(index, weight).masked_fill(others.unsqueeze(-1), 0.0))  # (B, t, C)
 
 
 class PositionEmbedding(nn.Embedding):
@@ -201,6 +208,7 @@ class PositionEmbedding(nn.Embedding):
     def __init__(self, whole: nn.Embedding, region: Region) -> None:
         super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
         self.region = region
+        self.partial = region.sequence_parallel
         self.weight = region.place(whole.weight, Replicate())
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -232,7 +240,20 @@ def local(parameter: Tensor) -> Tensor: ...
 def local(parameter: None) -> None: ...
 def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's shard of a DTensor, through which gradients flow back to it; None stays None."""
-    if parameter is None:
-        return None
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
+    return None if parameter is None else _Local.apply(parameter)
+
+
+class _Local(Function):
+    """DTensor.to_local, also right for uneven shards: torch 2.11 mistakes their gradients' shape, and gathers them."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        shard = parameter.to_local()
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        whole = {"run_check": False, "shape": ctx.shape, "stride": ctx.stride}
+        return DTensor.from_local(gradient.contiguous(), ctx.mesh, ctx.placements, **whole)

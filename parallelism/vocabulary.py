@@ -48,13 +48,13 @@ class _VocabularyCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: ProcessGroup) -> Tensor:
-        logits = logits.float()  # (B, T, V/n)
+        exact = logits.float()  # (B, T, V/n); what is kept for the backward is the logits as they came
         num_entries = logits.shape[-1]
         index = targets - first
         mine = (index >= 0) & (index < num_entries)  # (B, T)
         index = index.clamp(0, max(0, num_entries - 1)).unsqueeze(-1)
         # A rank without entries adds exp(-inf) = 0 to the sum.
-        parts = F.pad(logits, (0, 1), value=-torch.inf) if num_entries == 0 else logits
+        parts = F.pad(exact, (0, 1), value=-torch.inf) if num_entries == 0 else exact
         part = torch.stack((parts.logsumexp(-1), parts.gather(-1, index).squeeze(-1).where(mine, 0.0)))
         log_sums, own = all_gather(part, 0, group).unflatten(0, (-1, 2)).unbind(1)  # each (n, B, T)
         log_sum = log_sums.logsumexp(0)  # (B, T)
@@ -65,7 +65,7 @@ class _VocabularyCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_sum, index, mine, valid = ctx.saved_tensors
-        chances = (logits - log_sum.unsqueeze(-1)).exp_()  # (B, T, V/n)
+        chances = (logits - log_sum.unsqueeze(-1)).exp_()  # (B, T, V/n) float32
         if chances.shape[-1]:
             chances.scatter_add_(-1, index, -mine.unsqueeze(-1).to(chances.dtype))
-        return chances.mul_(valid.unsqueeze(-1) * gradient), None, None, None
+        return chances.mul_(valid.unsqueeze(-1) * gradient).type_as(logits), None, None, None

@@ -249,13 +249,14 @@ def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
     assert "nowhere/*.txt" in errors[0]
 
 
-def test_real_text_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [["dp=2"], ["tp=2", "parallel.sequence_parallel=true"]], ids=" ".join)
+def test_real_text_on_two_ranks(layout: list[str], tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / f"texts/{number}.txt").write_text(f"{number} bottles of beer on the wall, take one down. " * 20)
     text = ["data=files", f"data.path={tmp_path}/texts", f"data.cache_dir={tmp_path}/cache", "model.vocab_size=300"]
     run_training(tmp_path / "one", *text, "train.sample_tokens=5")
-    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", "tp=2", "parallel.sequence_parallel=true")
+    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", *layout)
     assert column(tmp_path / "two", "loss") == pytest.approx(column(tmp_path / "one", "loss"), rel=1e-5)
     assert column(tmp_path / "two", "eval_loss") == pytest.approx(column(tmp_path / "one", "eval_loss"), rel=1e-5)
     assert (tmp_path / "two/sample.txt").read_text() == (tmp_path / "one/sample.txt").read_text()
@@ -349,5 +350,6 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
     "layout", [["dp=2"], ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"]], ids=" ".join
 )
 def test_compiled_blocks_give_the_same_losses(layout: list[str], one_rank: Path, tmp_path: Path) -> None:
-    run_training(tmp_path / "run", "compile=true", *layout)
+    done = run_training(tmp_path / "run", "compile=true", *layout, env={"TORCH_LOGS": "graph_code"})
+    assert "TRACED GRAPH" in done.stderr
     assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)

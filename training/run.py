@@ -99,7 +99,7 @@ def build_model(job: Job, device: torch.device) -> DistributedModel:
         model = GPT(job.config.model)
     return parallelize(
         model,
-        make_mesh(job.layout, device),
+        make_mesh(job.layout, device, job.config.cluster.timeout_minutes),
         device,
         seed=job.config.seed,
         precision=job.precision,
@@ -131,6 +131,7 @@ def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.
         context=job.batch.seq_len,
         seed=job.config.seed,
         device=device,
+        agree=model.largest,
         asked_to_stop=lambda: model.largest(stop()) > 0,
     )
     return corpus.tokenizer.decode(tokens) if corpus.tokenizer else " ".join(map(str, tokens))

@@ -18,12 +18,15 @@ def sample(
     context: int,
     seed: int,
     device: torch.device,
+    agree: Callable[[int], int] = lambda token: token,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """Draws up to `length` tokens after the token `start`, stopping before `end`; the same on every rank.
 
     `logits` takes tokens (1, T) and gives (1, T, V); the model sees the last `context` tokens. Only the first
-    `num_entries` of V are drawn: the model may have more rows than the tokenizer has entries.
+    `num_entries` of V are drawn: the model may have more rows than the tokenizer has entries. `agree` and
+    `asked_to_stop` are called by every rank for every token; agree makes one token of what the ranks have drawn, since
+    their logits may differ in the last bit.
     """
     generator = torch.Generator().manual_seed(seed)  # on the CPU, whose draws no device changes
     tokens = [start]
@@ -31,8 +34,8 @@ def sample(
         window = torch.tensor([tokens[-context:]], device=device)  # (1, T)
         scores = logits(window)[0, -1, :num_entries].float().cpu()
         chances = torch.softmax(scores / TEMPERATURE, dim=-1)  # (num_entries,)
-        token = int(torch.multinomial(chances, 1, generator=generator))
-        if token == end or asked_to_stop():
+        token = agree(int(torch.multinomial(chances, 1, generator=generator)))
+        if asked_to_stop() or token == end:
             break
         tokens.append(token)
     return tokens[1:]

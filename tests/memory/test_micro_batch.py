@@ -44,8 +44,12 @@ def test_the_message_has_the_nearest_batches_and_they_are_valid() -> None:
 
 
 def test_fewer_sequences_than_ranks() -> None:
-    with pytest.raises(ValueError, match=r"dp=8 ranks .* the 1 sequences .*nearest valid: dp=1 or batch\.tokens=2048"):
-        split_batch(tokens=256, seq_len=256, micro_batch="auto", num_parts=8)
+    with pytest.raises(ValueError, match=r"nearest valid: batch\.tokens=2048$"):
+        split_batch(tokens=100, seq_len=256, micro_batch="auto", num_parts=8)
+    with pytest.raises(ValueError, match=r"nearest valid: batch\.tokens=8192, or dp=6$"):
+        split_batch(tokens=3072, seq_len=256, micro_batch=2, num_parts=16)
+    for valid in ({"tokens": 8192, "num_parts": 16}, {"tokens": 3072, "num_parts": 6}):
+        split_batch(seq_len=256, micro_batch=2, **valid)
 
 
 @pytest.mark.parametrize("value", [0, -1, "many"])

@@ -8,6 +8,7 @@ it; what is held is the memory behind the tensors.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,10 +25,16 @@ from parallelism.nd import parallelize
 from parallelism.stop import Stop
 from tests.parity import MODELS, SEED, Case, own_micro_batches
 
-# Each collective under the names that torch gives it, and which of its tensors is the larger; an all-to-all whose parts
-# are then added is a reduce-scatter.
-GATHERED = {"c10d::_allgather_base_": 0, "_c10d_functional::all_gather_into_tensor": 0}
-SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::all_to_all_single": 0}
+# Each collective under the names that torch gives it, and how to read the elements of the whole tensor off its inputs.
+# An all-to-all whose parts are then added is a reduce-scatter.
+GATHERED: dict[str, Callable[[list[int], int], int]] = {
+    "c10d::_allgather_base_": lambda sizes, num_ranks: sizes[0],
+    "_c10d_functional::all_gather_into_tensor": lambda sizes, num_ranks: sizes[0] * num_ranks,
+}
+SCATTERED: dict[str, Callable[[list[int], int], int]] = {
+    "c10d::_reduce_scatter_base_": lambda sizes, num_ranks: sizes[1],
+    "_c10d_functional::all_to_all_single": lambda sizes, num_ranks: sizes[0],
+}
 
 
 def measure(stop: Stop, case: Case, out: Path) -> int:
@@ -35,7 +42,7 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
     device = start_process_group("cpu", timeout_minutes=1)
     with torch.device("meta"):
         whole = GPT(MODELS[case.model])
-    model = parallelize(whole, make_mesh(case.layout, device), device, seed=SEED, **case.options)
+    model = parallelize(whole, make_mesh(case.layout, device, 1), device, seed=SEED, **case.options)
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3, fused=True)
     model.step(own_micro_batches(case, model, 0))
     optimizer.step()
@@ -43,31 +50,29 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         model.step(own_micro_batches(case, model, 1))
     optimizer.step()
-    results = {**traffic(seen), **held_bytes(model.model, optimizer)}
+    results = {**traffic(seen, case.layout.tp), **held_bytes(model.model, optimizer)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.destroy_process_group()
     return 0
 
 
-def traffic(seen: profile) -> dict[str, int]:
+def traffic(seen: profile, num_ranks: int) -> dict[str, int]:
     """Elements that collectives of each kind have worked on: of the whole tensor, not of a rank's part of it.
 
-    Single numbers (token counts, losses) are left out.
+    `num_ranks`: on the axis of functional gathers, those of tp. Single numbers (token counts, losses) are left out.
     """
     totals = {"gathered": 0, "scattered": 0, "reduced": 0}
     for event in seen.events() or []:
-        shapes = [torch.Size(shape).numel() for shape in event.input_shapes]
+        sizes = [torch.Size(shape).numel() for shape in event.input_shapes]
         if event.name in GATHERED:
-            functional = event.name.startswith("_c10d_functional")  # its input is one rank's part
-            totals["gathered"] += shapes[0] * (dist.get_world_size() if functional else 1)
+            totals["gathered"] += GATHERED[event.name](sizes, num_ranks)
         elif event.name in SCATTERED:
-            totals["scattered"] += shapes[SCATTERED[event.name]]
-        elif event.name == "gloo:all_reduce" and shapes[0] > 1:
-            totals["reduced"] += shapes[0]
-        # Gloo runs FSDP's reduce-scatter as an all-reduce of which it keeps a part.
-        if event.name == "c10d::_reduce_scatter_base_":
-            totals["reduced"] -= shapes[1]
+            totals["scattered"] += SCATTERED[event.name](sizes, num_ranks)
+        elif event.name == "gloo:all_reduce" and sizes[0] > 1:
+            totals["reduced"] += sizes[0]
+        if event.name == "c10d::_reduce_scatter_base_":  # which gloo runs as an all-reduce
+            totals["reduced"] -= sizes[1]
     return totals
 
 

@@ -26,7 +26,7 @@ def build(stop: Stop, dp: int, dp_shard: int, tp: int, out: Path) -> int:
     from tests.models.presets import model_config
 
     device = start_process_group("cpu", timeout_minutes=1)
-    mesh = make_mesh(Layout(dp=dp, dp_shard=dp_shard, tp=tp), device)
+    mesh = make_mesh(Layout(dp=dp, dp_shard=dp_shard, tp=tp), device, 1)
     (torch.ones(64, 64) @ torch.ones(64, 64)).sum()  # what torch allocates once is not the model's
     with torch.device("meta"):
         model = GPT(model_config("gpt2", **WIDE))

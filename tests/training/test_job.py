@@ -58,10 +58,7 @@ from training.job import make_job
         ("logger.mode=of", "logger.mode=of is not one of auto, online, offline"),
         ("batch.seq_len=64", "batch.seq_len=64 is longer than model.context=32; valid: batch.seq_len <= 32"),
         ("batch.tokens=500", "does not divide by batch.seq_len=32 * dp=1 = 32; nearest valid: batch.tokens=480 or 512"),
-        (
-            "dp=32",
-            "than the 16 sequences of batch.tokens=512 and batch.seq_len=32; nearest valid: dp=16 or batch.tokens=1024",
-        ),
+        ("dp=32", "* dp=32 = 1024; nearest valid: batch.tokens=1024, or dp=16"),
         ("tp=3", "tp=3 does not divide model.heads=4; nearest valid: tp=2 or 4"),
         ("parallel=tpp", "parallel=tpp does not exist; valid: dp, fsdp, hsdp, tp; did you mean tp?"),
         ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1"),
