@@ -2,6 +2,7 @@
 
 python train.py                                  one run of the default model on this machine
 python train.py dp=4 device=cpu                  four ranks; the losses stay the same
+python train.py parallel=fsdp dp=2 tp=2          sharded data parallel times tensor parallel
 python train.py -m seed=0,1,2                    three runs, one after the other
 torchrun --nproc-per-node 8 train.py model=gpt2  joins torchrun's ranks (under srun alike)
 python train.py --help                           groups and keys
