@@ -3,9 +3,10 @@
 from dataclasses import dataclass, fields
 from math import prod
 
-from checks import around, divisors
+from checks import around, divisors, one_of
 
-BUILT = ("dp", "dp_shard", "tp")  # the axes that have a file here; any other degree must be 1
+CP_METHODS = ("ring", "ulysses", "allgather")
+BUILT = ("dp", "dp_shard", "tp", "cp")  # the axes that have a file here; any other degree must be 1
 
 
 @dataclass
@@ -14,6 +15,10 @@ class ParallelConfig:
 
     sequence_parallel: bool
     reshard: bool
+    cp_method: str
+
+    def __post_init__(self) -> None:
+        one_of("parallel.cp_method", self.cp_method, CP_METHODS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,20 @@ class Layout:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's place on each axis: pp is the outermost, tp the innermost, whose ranks are nearest to each other."""
+        sizes = {
+            "pp": self.pp,
+            "replicate": self.dp // self.dp_shard,
+            "shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+        place = {}
+        for axis, size in reversed(sizes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return place
+
     def __str__(self) -> str:
         parts = [f"{axis}={degree}" for axis, degree in self.degrees().items() if degree > 1]
         return f"{' '.join(parts)}, {self.world_size} ranks" if parts else "one rank"
@@ -70,29 +89,52 @@ def resolve_layout(
     return Layout(dp=dp, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def check_model(layout: Layout, *, heads: int, seq_len: int, sequence_parallel: bool) -> None:
-    """ValueError where tp can't split a model of so many query heads, or sequences of so many tokens."""
+def check_model(layout: Layout, parallel: ParallelConfig, *, heads: int, seq_len: int, dropout: float) -> None:
+    """ValueError where the layout can't split a model of so many query heads, or sequences of so many tokens."""
     if heads % layout.tp:
         raise ValueError(
             f"tp={layout.tp} does not divide model.heads={heads}; "
             f"nearest valid: tp={around(layout.tp, divisors(heads))}"
         )
-    if sequence_parallel and seq_len % layout.tp:
-        below = seq_len // layout.tp * layout.tp
+    local_heads = heads // layout.tp
+    if parallel.cp_method == "ulysses" and local_heads % layout.cp:
         raise ValueError(
-            f"batch.seq_len={seq_len} does not divide by tp={layout.tp}, which parallel.sequence_parallel=true needs; "
-            f"nearest valid: batch.seq_len={around(seq_len, (below, below + layout.tp))}"
+            f"cp={layout.cp} does not divide the {local_heads} heads of model.heads={heads} / tp={layout.tp}, which "
+            f"parallel.cp_method=ulysses needs; nearest valid: cp={around(layout.cp, divisors(local_heads))}, or "
+            "parallel.cp_method=ring"
+        )
+    if layout.cp > 1 and dropout > 0 and parallel.cp_method != "ulysses":
+        raise ValueError(
+            f"model.dropout={dropout} can't be had with cp={layout.cp} and parallel.cp_method={parallel.cp_method}, "
+            "whose attention drops nothing; valid: model.dropout=0 or parallel.cp_method=ulysses"
+        )
+    factors = {"2 * cp" if parallel.cp_method != "ulysses" else "cp": layout.cp} if layout.cp > 1 else {}
+    factors |= {"tp": layout.tp} if parallel.sequence_parallel and layout.tp > 1 else {}
+    step = seq_len_step(layout, parallel)
+    if seq_len % step:
+        below = seq_len // step * step
+        raise ValueError(
+            f"batch.seq_len={seq_len} does not divide by {' * '.join(factors)} = {step}, which "
+            f"{'cp' if layout.cp > 1 else 'parallel.sequence_parallel=true'} needs; "
+            f"nearest valid: batch.seq_len={around(seq_len, (below, below + step))}"
         )
 
 
+def seq_len_step(layout: Layout, parallel: ParallelConfig) -> int:
+    """What the length of a sequence has to divide by: cp cuts it, in zigzag twice as often, and so do tp's ranks."""
+    cuts = layout.cp * (2 if layout.cp > 1 and parallel.cp_method != "ulysses" else 1)
+    return cuts * (layout.tp if parallel.sequence_parallel else 1)
+
+
 def node_warning(layout: Layout, local_world_size: int) -> str | None:
-    """What to say where the ranks of tp, which meet four times a layer, are not all on one node."""
-    if local_world_size % layout.tp == 0:
-        return None
-    return (
-        f"tp={layout.tp} crosses nodes of {local_world_size} ranks: its all-reduces will wait for the network; "
-        f"better: tp={around(layout.tp, divisors(local_world_size))}"
-    )
+    """What to say where ranks that meet in every layer, those of tp and then those of cp, are not all on one node."""
+    for name, degree in (("tp", layout.tp), ("cp * tp", layout.cp * layout.tp)):
+        if local_world_size % degree:
+            return (
+                f"{name}={degree} crosses nodes of {local_world_size} ranks: every layer will wait for the network; "
+                f"better: {name}={around(degree, divisors(local_world_size))}"
+            )
+    return None
 
 
 def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:

@@ -4,12 +4,14 @@ import logging
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from einops import rearrange
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallelism.layout import Layout, node_warning
 
@@ -34,21 +36,33 @@ def start_process_group(device: str, timeout_minutes: float) -> torch.device:
     return own
 
 
-def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> DeviceMesh:
-    """The ranks on the axes replicate, shard and tp, the last innermost: its ranks talk most and are nearest.
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a layout in the groups in which they meet; `layout.place` says where a rank stands."""
 
-    Replicate and shard are the two factors of dp: dp_shard ranks share a copy of the model, dp/dp_shard such groups
-    hold replicas. Any collective over an axis that waits longer than the timeout raises.
+    layout: Layout
+    weights: DeviceMesh  # axes replicas, shard, tp: how parameters lie. The ranks of cp hold the same ones: replicas
+    cp: DeviceMesh  # one axis: the ranks that share a sequence
+
+
+def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> Mesh:
+    """Groups of the ranks, tp innermost, then cp, shard and replicate: who talks most is nearest.
+
+    Any collective in one of them that waits longer than the timeout raises.
     """
     warning = node_warning(layout, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if warning:
         log.warning(warning)
-    shape = (layout.dp // layout.dp_shard, layout.dp_shard, layout.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
-    for group in mesh.get_all_groups():
+    sizes = (layout.dp // layout.dp_shard, layout.dp_shard, layout.cp, layout.tp)
+    ranks = rearrange(torch.arange(layout.world_size), "(r s c t) -> r s c t", **dict(zip("rsct", sizes)))
+    weights = DeviceMesh(
+        device.type, rearrange(ranks, "r s c t -> (r c) s t"), mesh_dim_names=("replicas", "shard", "tp")
+    )
+    cp = DeviceMesh(device.type, rearrange(ranks, "r s c t -> (r s t) c"), mesh_dim_names=("others", "cp"))["cp"]
+    for group in (*weights.get_all_groups(), cp.get_group()):
         # Groups of some of the ranks are made with torch's own timeout, and the mesh takes no other.
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
-    return mesh
+    return Mesh(layout, weights, cp)
 
 
 def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:

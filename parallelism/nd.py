@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from models.gpt import GPT, IGNORED
 from parallelism.collectives import all_reduce
+from parallelism.cp import apply_cp, gather_tokens, own_positions
 from parallelism.dp import apply_dp
 from parallelism.fsdp import apply_fsdp
+from parallelism.layout import ParallelConfig, seq_len_step
 from parallelism.materialise import materialise
+from parallelism.mesh import Mesh
 from parallelism.norm import clip_grad_norm
 from parallelism.tp import apply_tp
 from parallelism.vocabulary import VocabularyLoss
@@ -32,50 +34,43 @@ MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T)
 
 def parallelize(
     model: GPT,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
+    parallel: ParallelConfig,
     *,
     seed: int,
     precision: str = "fp32",
     compile: bool = False,
-    sequence_parallel: bool = False,
-    reshard: bool = True,
 ) -> "DistributedModel":
-    """Lays the model out over the mesh and fills it with its initial weights: tp, compile, then fsdp or dp.
+    """Lays the model out over the mesh and fills it with its initial weights: tp, cp, compile, then fsdp or dp.
 
     The model is on the meta device: no rank ever holds more of it than its shards and, while they are filled, one whole
     parameter. precision: fp32, or bf16 for bf16 matmuls on fp32 weights; under FSDP the residual stream is bf16 too,
-    since its parameters are gathered so. sequence_parallel and reshard: see `apply_tp` and `apply_fsdp`.
+    since its parameters are gathered so.
     """
-    if sequence_parallel and mesh["tp"].size() == 1:
+    layout, weights = mesh.layout, mesh.weights
+    if parallel.sequence_parallel and layout.tp == 1:
         log.warning("parallel.sequence_parallel=true does nothing at tp=1")
-    if not reshard and mesh["shard"].size() == 1:
+    if not parallel.reshard and layout.dp_shard == 1:
         log.warning("parallel.reshard=false does nothing at dp_shard=1")
     partial_gradients: list[str] = []
-    if mesh["tp"].size() > 1:
-        partial_gradients = apply_tp(model, mesh["tp"], sequence_parallel=sequence_parallel)
+    if layout.tp > 1:
+        partial_gradients = apply_tp(model, weights["tp"], sequence_parallel=parallel.sequence_parallel)
+    if layout.cp > 1:
+        apply_cp(model, mesh.cp, method=parallel.cp_method)
     if compile:
         for block in model.blocks.values():
             block.compile()
-    dp_size = mesh["replicate"].size() * mesh["shard"].size()
+    replicas = weights["replicas"].size()
     # The parameters of tp are DTensors, which DDP can't hold: there, plain data parallel is FSDP with a shard of one.
     # Its traffic is DDP's; it copies each parameter before use, and each gradient before it is reduced.
-    sharded = mesh["shard"].size() > 1 or (dp_size > 1 and mesh["tp"].size() > 1)
+    sharded = layout.dp_shard > 1 or (replicas > 1 and layout.tp > 1)
     if sharded:
-        axes = mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-        apply_fsdp(model, axes, reshard=reshard, bf16=precision == "bf16")
+        axes = weights["shard"] if replicas == 1 else weights["replicas", "shard"]
+        apply_fsdp(model, axes, reshard=parallel.reshard, bf16=precision == "bf16")
     materialise(model, device, seed)
-    trained = apply_dp(model, mesh["replicate"]) if dp_size > 1 and not sharded else model
-    return DistributedModel(
-        model,
-        trained,
-        mesh,
-        device,
-        bf16=precision == "bf16",
-        sequence_parallel=sequence_parallel,
-        reshard=reshard,
-        partial_gradients=partial_gradients,
-    )
+    trained = apply_dp(model, weights["replicas"]) if replicas > 1 and not sharded else model
+    return DistributedModel(model, trained, mesh, device, parallel, partial_gradients, bf16=precision == "bf16")
 
 
 class DistributedModel:
@@ -85,34 +80,33 @@ class DistributedModel:
         self,
         model: GPT,
         trained: nn.Module,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         device: torch.device,
+        parallel: ParallelConfig,
+        partial_gradients: list[str],
         *,
         bf16: bool,
-        sequence_parallel: bool,
-        reshard: bool,
-        partial_gradients: list[str],
     ) -> None:
         self.model = model  # holds the parameters, under their one-rank names
         self._trained = trained  # its forward is what backward may follow
         self._mesh = mesh
+        self._layout = mesh.layout
+        self._place = mesh.layout.place(dist.get_rank())
         self._device = device
-        self._bf16 = bf16
-        self._sequence_parallel = sequence_parallel
-        self._reshard = reshard
+        self._parallel = parallel
         self._partial = [parameter for name, parameter in model.named_parameters() if name in partial_gradients]
+        self._bf16 = bf16
 
     @property
     def data_part(self) -> tuple[int, int]:
-        """Which part of each batch this rank takes, of how many."""
-        replicate, shard = self._mesh["replicate"], self._mesh["shard"]
-        return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
+        """Which part of each batch's sequences this rank takes, of how many."""
+        return self._place["replicate"] * self._layout.dp_shard + self._place["shard"], self._layout.dp
 
     @property
     def dropout_part(self) -> int:
         """Ranks with the same number have to drop the same: those that hold the same activations."""
-        tp, part = self._mesh["tp"], self.data_part[0]
-        return part * tp.size() + tp.get_local_rank() if self._sequence_parallel else part
+        part = self.data_part[0] * self._layout.cp + self._place["cp"]
+        return part * self._layout.tp + self._place["tp"] if self._parallel.sequence_parallel else part
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward; returns the loss in nats per valid token of the whole batch, over all ranks.
@@ -121,13 +115,14 @@ class DistributedModel:
         of that mean loss, whatever the number of ranks and micro-batches.
         """
         self.model.train()
-        num_tokens = self._sum_over_data(sum((targets != IGNORED).sum() for _, targets in micro_batches))  # type: ignore[arg-type]
+        parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
+        num_tokens = self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
         num_tokens = num_tokens.clamp(min=1)
         total = torch.zeros((), device=self._device)
-        for index, (inputs, targets) in enumerate(micro_batches):
-            with self._sync(index == len(micro_batches) - 1):
+        for index, (inputs, targets, positions) in enumerate(parts):
+            with self._sync(index == len(parts) - 1):
                 with self._autocast():
-                    loss = self._trained(inputs, targets) / num_tokens
+                    loss = self._trained(inputs, targets, positions) / num_tokens
                 loss.backward()
             total += loss.detach()
         self._add_partial_gradients()
@@ -138,21 +133,28 @@ class DistributedModel:
         """The loss in nats per valid token over all ranks' micro-batches, without dropout."""
         with self._inference():
             sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss and valid tokens
-            for inputs, targets in micro_batches:
-                sums += torch.stack((self.model(inputs, targets).double(), (targets != IGNORED).sum().double()))
-        loss, num_tokens = self._sum_over_data(sums).tolist()
-        return loss / num_tokens
+            for micro_batch in micro_batches:
+                inputs, targets, positions = self._own_tokens(*micro_batch)
+                loss, num_tokens = self.model(inputs, targets, positions), (targets != IGNORED).sum()
+                sums += torch.stack((loss.double(), num_tokens.double()))
+        total, count = self._sum_over_data(sums).tolist()
+        return total / count
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Next-token logits (B, T, V) for tokens (B, T), the same on every rank, without dropout."""
         num_tokens = tokens.shape[1]
-        if self._sequence_parallel:  # T has to divide; what comes later changes nothing before it
-            tokens = F.pad(tokens, (0, -num_tokens % self._mesh["tp"].size()))
+        # T has to divide; what comes later changes nothing before it.
+        tokens = F.pad(tokens, (0, -num_tokens % seq_len_step(self._layout, self._parallel)))
+        inputs, _, positions = self._own_tokens(tokens, tokens)
         # Lengths vary here, and each new one would be compiled.
         with self._inference(), torch.compiler.set_stance("force_eager"):
-            logits = self.model(tokens)[:, :num_tokens]
-        return self.model.loss.gather(logits) if isinstance(self.model.loss, VocabularyLoss) else logits
+            logits = self.model(inputs, positions=positions)
+        if isinstance(self.model.loss, VocabularyLoss):
+            logits = self.model.loss.gather(logits)
+        if self._layout.cp > 1:
+            logits = gather_tokens(logits, 1, self._mesh.cp.get_group(), self._parallel.cp_method)
+        return logits[:, :num_tokens]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
@@ -166,9 +168,17 @@ class DistributedModel:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers)
 
+    def _own_tokens(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's part of the sequences (B, T), and where it stands in them; all of it without cp."""
+        if self._layout.cp == 1:
+            return inputs, targets, None
+        positions = own_positions(inputs.shape[1], self._place["cp"], self._layout.cp, self._parallel.cp_method)
+        positions = positions.to(inputs.device)
+        return inputs[:, positions], targets[:, positions], positions
+
     def _sum_over_data(self, value: Tensor) -> Tensor:
-        """The sum over the data parallel ranks."""
-        for axis in (self._mesh["replicate"], self._mesh["shard"]):
+        """The sum over the ranks that see different tokens."""
+        for axis in (self._mesh.weights["replicas"], self._mesh.weights["shard"]):
             if axis.size() > 1:
                 dist.all_reduce(value, group=axis.get_group())
         return value
@@ -186,7 +196,7 @@ class DistributedModel:
             return
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_all_reduce(last)
-            if not self._reshard:
+            if not self._parallel.reshard:
                 self.model.set_reshard_after_backward(last)
         yield
 
@@ -194,7 +204,7 @@ class DistributedModel:
         """Adds up, over tp and in one go, the gradients of which each rank has a part: see `apply_tp`."""
         if self._partial:
             shards = [parameter.grad.to_local() for parameter in self._partial]  # type: ignore[union-attr]
-            whole = all_reduce(torch.cat([shard.flatten() for shard in shards]), self._mesh["tp"].get_group())
+            whole = all_reduce(torch.cat([shard.flatten() for shard in shards]), self._mesh.weights["tp"].get_group())
             for shard, part in zip(shards, whole.split([shard.numel() for shard in shards])):
                 shard.copy_(part.view_as(shard))
 

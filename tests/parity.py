@@ -7,7 +7,7 @@ A new layout, technique or option gets its rows in CASES; tests/test_parity.py d
 
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from models.config import ModelConfig
 from models.gpt import GPT
 from parallelism.launch import run_ranks
-from parallelism.layout import Layout
+from parallelism.layout import CP_METHODS, Layout, ParallelConfig
 from parallelism.mesh import make_mesh, start_process_group
 from parallelism.nd import DistributedModel, parallelize
 from parallelism.stop import Stop
@@ -45,6 +45,8 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.1, fused=True),
 }
 
+PARALLEL = ParallelConfig(sequence_parallel=False, reshard=True, cp_method="ring")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +56,12 @@ class Case:
     model: str = "gpt2"
     micro_batch: int = SEQUENCES
     options: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> tuple[ParallelConfig, dict[str, Any]]:
+        """The options that are keys of `parallel`, and the others."""
+        names = {field.name for field in fields(ParallelConfig)}
+        parallel = replace(PARALLEL, **{key: value for key, value in self.options.items() if key in names})
+        return parallel, {key: value for key, value in self.options.items() if key not in names}
 
     @property
     def name(self) -> str:
@@ -110,7 +118,24 @@ CASES = [
     case("llama", tp=8),
     case("gpt2_untied", tp=8, options=SP),
     case("llama_tied", tp=8, options=SP),
+    # cp
+    *(
+        case(model, 12, cp=cp, options={"cp_method": method})
+        for method in CP_METHODS
+        for model, cp in (("gpt2", 2), ("llama", 4), ("llama_tied", 2))
+    ),
+    case("llama", 5, cp=3),
+    case("llama_tied", cp=8, options={"cp_method": "ulysses"}),  # 2 kv heads: each repeated 4 times
+    case("gpt2_untied", 6, cp=4, options={"cp_method": "allgather"}),
     # products
+    case("llama", 6, cp=2, dp=2),
+    case("gpt2", 6, cp=2, dp=2, dp_shard=2),
+    case("llama", 6, cp=2, dp=2, dp_shard=2, options={"cp_method": "allgather"} | ZERO2),
+    case("llama_tied", 12, cp=2, tp=2, options=SP),
+    case("gpt2_untied", cp=2, tp=2, options={"cp_method": "ulysses"}),
+    case("llama", 6, cp=2, tp=2, dp=2, options={"cp_method": "ulysses"} | SP),
+    case("gpt2", 6, cp=2, tp=2, dp=2, dp_shard=2, options=SP),
+    case("llama", 3, cp=2, dp=4, dp_shard=2),
     case("llama_tied", 3, dp=2, tp=2),
     case("gpt2", 3, dp=2, tp=2, options=SP),
     case("llama", 3, dp=2, dp_shard=2, tp=2),
@@ -184,7 +209,8 @@ def laid_out_run(case: Case, optimizer_name: str, device: torch.device) -> dict[
     config = MODELS[case.model]
     with torch.device("meta"):
         whole = GPT(config)
-    model = parallelize(whole, make_mesh(case.layout, device, 1), device, seed=SEED, **case.options)
+    parallel, options = case.settings()
+    model = parallelize(whole, make_mesh(case.layout, device, 1), device, parallel, seed=SEED, **options)
     optimizer = OPTIMIZERS[optimizer_name](model.model.parameters())
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):

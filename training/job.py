@@ -76,9 +76,10 @@ def settle(config: Config) -> Job:
         )
     check_model(
         layout,
+        config.parallel,
         heads=config.model.heads,
         seq_len=config.batch.seq_len,
-        sequence_parallel=config.parallel.sequence_parallel,
+        dropout=config.model.dropout,
     )
     batch = split_batch(
         tokens=config.batch.tokens,

@@ -101,11 +101,10 @@ def build_model(job: Job, device: torch.device) -> DistributedModel:
         model,
         make_mesh(job.layout, device, job.config.cluster.timeout_minutes),
         device,
+        job.config.parallel,
         seed=job.config.seed,
         precision=job.precision,
         compile=job.config.compile,
-        sequence_parallel=job.config.parallel.sequence_parallel,
-        reshard=job.config.parallel.reshard,
     )
 
 

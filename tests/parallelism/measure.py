@@ -42,7 +42,8 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
     device = start_process_group("cpu", timeout_minutes=1)
     with torch.device("meta"):
         whole = GPT(MODELS[case.model])
-    model = parallelize(whole, make_mesh(case.layout, device, 1), device, seed=SEED, **case.options)
+    parallel, options = case.settings()
+    model = parallelize(whole, make_mesh(case.layout, device, 1), device, parallel, seed=SEED, **options)
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3, fused=True)
     model.step(own_micro_batches(case, model, 0))
     optimizer.step()

@@ -45,7 +45,7 @@ def check(stop: Stop, out: Path) -> int:
     mesh = make_mesh(Layout(dp=1, tp=2), device, timeout_minutes=1 / 60)
     if dist.get_rank() == 0:
         try:
-            dist.all_reduce(torch.ones(2), group=mesh["tp"].get_group())  # to which rank 1 does not come
+            dist.all_reduce(torch.ones(2), group=mesh.weights["tp"].get_group())  # to which rank 1 does not come
         except RuntimeError as error:
             found["waited"] = str(error)
         torch.save(found, out)

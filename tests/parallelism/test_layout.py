@@ -1,6 +1,16 @@
+from typing import Any
+
 import pytest
 
-from parallelism.layout import Layout, check_gpus, check_model, check_world_size, node_warning, resolve_layout
+from parallelism.layout import (
+    Layout,
+    ParallelConfig,
+    check_gpus,
+    check_model,
+    check_world_size,
+    node_warning,
+    resolve_layout,
+)
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (1, 1), (8, 8)])
@@ -14,7 +24,7 @@ def test_degrees_below_one_are_refused(key: str, degree: int) -> None:
         resolve_layout(**{"dp": 1, "num_devices": 1, key: degree})
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_layouts_that_do_not_exist_yet_are_refused(axis: str) -> None:
     with pytest.raises(ValueError, match=f"{axis}=2 is not built yet; valid: {axis}=1"):
         Layout(dp=2, **{axis: 2})
@@ -40,20 +50,53 @@ def test_dp_shard_has_to_divide_dp(dp: int, dp_shard: int, valid: str) -> None:
         Layout(dp=dp, dp_shard=dp_shard)
 
 
-def test_tp_has_to_divide_the_heads() -> None:
-    check_model(Layout(dp=1, tp=4), heads=8, seq_len=30, sequence_parallel=False)
-    with pytest.raises(ValueError, match=r"tp=3 does not divide model.heads=8; nearest valid: tp=2 or 4$"):
-        check_model(Layout(dp=1, tp=3), heads=8, seq_len=32, sequence_parallel=False)
-    with pytest.raises(ValueError, match=r"tp=16 does not divide model.heads=8; nearest valid: tp=8$"):
-        check_model(Layout(dp=1, tp=16), heads=8, seq_len=32, sequence_parallel=False)
+MODEL = {"heads": 8, "seq_len": 32, "dropout": 0.0}
 
 
-def test_sequence_parallelism_needs_tp_to_divide_the_sequence() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"batch.seq_len=30 does not divide by tp=4.*; nearest valid: batch.seq_len=28 or 32$",
-    ):
-        check_model(Layout(dp=1, tp=4), heads=8, seq_len=30, sequence_parallel=True)
+def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> ParallelConfig:
+    return ParallelConfig(sequence_parallel, reshard=True, cp_method=cp_method)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "settings", "model"),
+    [
+        ({"tp": 4}, {}, {"seq_len": 30}),
+        ({"tp": 4, "cp": 4}, {"sequence_parallel": True}, {}),
+        ({"tp": 2, "cp": 4}, {"cp_method": "ulysses"}, {"dropout": 0.1}),
+        ({"cp": 4}, {"cp_method": "ulysses"}, {"seq_len": 36}),
+    ],
+)
+def test_layouts_that_fit_the_model(degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any]) -> None:
+    check_model(Layout(dp=1, **degrees), parallel(**settings), **MODEL | model)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "settings", "model", "message"),
+    [
+        ({"tp": 3}, {}, {}, r"tp=3 does not divide model.heads=8; nearest valid: tp=2 or 4$"),
+        ({"tp": 16}, {}, {}, r"tp=16 does not divide model.heads=8; nearest valid: tp=8$"),
+        (
+            {"tp": 4},
+            {"sequence_parallel": True},
+            {"seq_len": 30},
+            r"by tp = 4, .*: batch.seq_len=28 or 32$",
+        ),
+        ({"cp": 4}, {}, {"seq_len": 36}, r"by 2 \* cp = 8, .*; nearest valid: batch.seq_len=32 or 40$"),
+        (
+            {"cp": 4, "tp": 2},
+            {"sequence_parallel": True},
+            {"seq_len": 8},
+            r"by 2 \* cp \* tp = 16, .*=16$",
+        ),
+        ({"cp": 8, "tp": 2}, {"cp_method": "ulysses"}, {}, r"cp=8 does not divide the 4 heads .*: cp=4, or .*=ring$"),
+        ({"cp": 2}, {}, {"dropout": 0.1}, r"model.dropout=0.1 can't be had with cp=2 .*; valid: model.dropout=0 or"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(
+    degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(Layout(dp=1, **degrees), parallel(**settings), **MODEL | model)
 
 
 def test_layout_must_have_the_ranks_that_are_there() -> None:
@@ -73,9 +116,23 @@ def test_too_few_gpus_gives_the_torchrun_line_for_enough_nodes() -> None:
         check_gpus(Layout(dp=12), num_gpus=8, devices_per_node=8)
 
 
+def test_tp_is_innermost_and_each_rank_has_a_place_of_its_own() -> None:
+    layout = Layout(dp=4, dp_shard=2, cp=2, tp=3)
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert places[0] == {"pp": 0, "replicate": 0, "shard": 0, "cp": 0, "tp": 0}
+    assert places[1] == places[0] | {"tp": 1}
+    assert places[3] == places[0] | {"cp": 1}
+    assert places[6] == places[0] | {"shard": 1}
+    assert places[12] == places[0] | {"replicate": 1}
+    assert len({tuple(place.values()) for place in places}) == 24
+
+
 def test_tp_across_nodes_is_warned_of() -> None:
     assert node_warning(Layout(dp=2, tp=8), local_world_size=8) is None
     assert node_warning(Layout(dp=2, tp=2), local_world_size=8) is None
+    warning = node_warning(Layout(dp=1, cp=4, tp=4), local_world_size=8)
+    assert warning is not None
+    assert warning.startswith("cp * tp=16 crosses nodes of 8 ranks")
     for tp, better in ((16, "8"), (3, "2 or 4")):
         warning = node_warning(Layout(dp=1, tp=tp), local_world_size=8)
         assert warning is not None

@@ -24,6 +24,7 @@ def build(stop: Stop, dp: int, dp_shard: int, tp: int, out: Path) -> int:
     from parallelism.mesh import make_mesh, start_process_group
     from parallelism.nd import parallelize
     from tests.models.presets import model_config
+    from tests.parity import PARALLEL
 
     device = start_process_group("cpu", timeout_minutes=1)
     mesh = make_mesh(Layout(dp=dp, dp_shard=dp_shard, tp=tp), device, 1)
@@ -31,7 +32,7 @@ def build(stop: Stop, dp: int, dp_shard: int, tp: int, out: Path) -> int:
     with torch.device("meta"):
         model = GPT(model_config("gpt2", **WIDE))
     before = resident("VmRSS")
-    parallelize(model, mesh, device, seed=0)
+    parallelize(model, mesh, device, PARALLEL, seed=0)
     if dist.get_rank() == 0:
         out.write_text(str(resident("VmHWM") - before))
     dist.destroy_process_group()

@@ -60,7 +60,7 @@ from training.job import make_job
         ("batch.tokens=500", "does not divide by batch.seq_len=32 * dp=1 = 32; nearest valid: batch.tokens=480 or 512"),
         ("dp=32", "* dp=32 = 1024; nearest valid: batch.tokens=1024, or dp=16"),
         ("tp=3", "tp=3 does not divide model.heads=4; nearest valid: tp=2 or 4"),
-        ("parallel=tpp", "parallel=tpp does not exist; valid: dp, fsdp, hsdp, tp; did you mean tp?"),
+        ("parallel=tpp", "parallel=tpp does not exist; valid: cp, dp, fsdp, hsdp, tp; did you mean tp?"),
         ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1"),
         ("parallel.sequence_paralel=true", "did you mean parallel.sequence_parallel?"),
         ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
