@@ -40,9 +40,13 @@ class Layout:
                 raise ValueError(f"{axis}={degree} is not built yet; valid: {axis}=1 (today: {', '.join(BUILT)})")
         if self.dp % self.dp_shard:
             raise ValueError(
-                f"dp_shard={self.dp_shard} does not divide dp={self.dp}; "
-                f"nearest valid: dp_shard={around(self.dp_shard, divisors(self.dp))}"
+                f"dp_shard={self.dp_shard} does not divide dp={self.dp}; nearest valid: "
+                f"dp_shard={around(self.dp_shard, divisors(self.dp))}, or dp={around(self.dp, self._multiples())}"
             )
+
+    def _multiples(self) -> tuple[int, int]:
+        below = self.dp // self.dp_shard * self.dp_shard
+        return below, below + self.dp_shard
 
     def degrees(self) -> dict[str, int]:
         """Every key of the command line with its degree."""
@@ -124,6 +128,18 @@ def seq_len_step(layout: Layout, parallel: ParallelConfig) -> int:
     """What the length of a sequence has to divide by: cp cuts it, in zigzag twice as often, and so do tp's ranks."""
     cuts = layout.cp * (2 if layout.cp > 1 and parallel.cp_method != "ulysses" else 1)
     return cuts * (layout.tp if parallel.sequence_parallel else 1)
+
+
+def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str) -> list[str]:
+    """What was asked for and does nothing on this layout, each with what would; `dp_shard` as it was asked for."""
+    idle = []
+    if dp_shard == "auto" and layout.dp == 1:
+        idle.append("dp_shard=auto shards nothing at dp=1 (dp=auto counts a CPU as one device): try dp=2")
+    if parallel.sequence_parallel and layout.tp == 1:
+        idle.append("parallel.sequence_parallel=true does nothing at tp=1: try tp=2")
+    if not parallel.reshard and layout.dp_shard == 1:
+        idle.append("parallel.reshard=false does nothing at dp_shard=1: try dp_shard=2")
+    return idle
 
 
 def node_warning(layout: Layout, local_world_size: int) -> str | None:

@@ -3,7 +3,6 @@
 `parallel=dp` is this with one degree above 1. What comes back, a DistributedModel, is all the loop ever sees.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -27,8 +26,6 @@ from parallelism.norm import clip_grad_norm
 from parallelism.tp import apply_tp
 from parallelism.vocabulary import VocabularyLoss
 
-log = logging.getLogger(__name__)
-
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 
 
@@ -49,10 +46,6 @@ def parallelize(
     since its parameters are gathered so.
     """
     layout, weights = mesh.layout, mesh.weights
-    if parallel.sequence_parallel and layout.tp == 1:
-        log.warning("parallel.sequence_parallel=true does nothing at tp=1")
-    if not parallel.reshard and layout.dp_shard == 1:
-        log.warning("parallel.reshard=false does nothing at dp_shard=1")
     partial_gradients: list[str] = []
     if layout.tp > 1:
         partial_gradients = apply_tp(model, weights["tp"], sequence_parallel=parallel.sequence_parallel)

@@ -77,6 +77,8 @@ def test_the_same_seed_twice_gives_the_same_run(one_rank: Path, tmp_path: Path) 
         ["parallel=fsdp", "dp=2"],
         ["parallel=hsdp", "parallel.reshard=false", "memory.micro_batch=2"],
         ["parallel=tp"],
+        ["parallel=cp", "memory.micro_batch=4"],
+        ["cp=2", "tp=2", "parallel.cp_method=ulysses", "parallel.sequence_parallel=true"],
         ["parallel=tp", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true", "memory.micro_batch=4"],
     ],
     ids=" ".join,
@@ -249,7 +251,7 @@ def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
     assert "nowhere/*.txt" in errors[0]
 
 
-@pytest.mark.parametrize("layout", [["dp=2"], ["tp=2", "parallel.sequence_parallel=true"]], ids=" ".join)
+@pytest.mark.parametrize("layout", [["dp=2"], ["tp=2", "parallel.sequence_parallel=true"], ["cp=2"]], ids=" ".join)
 def test_real_text_on_two_ranks(layout: list[str], tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
@@ -347,7 +349,7 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
 
 
 @pytest.mark.parametrize(
-    "layout", [["dp=2"], ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"]], ids=" ".join
+    "layout", [["dp=2", "cp=2"], ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"]], ids=" ".join
 )
 def test_compiled_blocks_give_the_same_losses(layout: list[str], one_rank: Path, tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "compile=true", *layout, env={"TORCH_LOGS": "graph_code"})

@@ -74,7 +74,7 @@ class Terminal:
         rows = {
             "model": f"{num_parameters(model):,} parameters, {model.layers} layers of width {model.dim}, "
             f"{flops / 1e6:,.0f} MFLOPs per token",
-            "layout": f"{job.layout} on {job.device}, {job.precision}" + (", compiled" if job.config.compile else ""),
+            "layout": f"{job.layout} on {job.device}, {', '.join(layout_options(job))}",
             "batch": str(job.batch),
             "run": f"{job.steps:,} steps, {total:,} tokens{epochs}",
             "results": str(self._folder),
@@ -92,3 +92,17 @@ class Terminal:
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
     """A loss that does not depend on the tokenizer."""
     return nats_per_token / math.log(2) / bytes_per_token
+
+
+def layout_options(job: Job) -> list[str]:
+    """What is chosen beside the degrees, in words; what does nothing here is left out."""
+    layout, parallel = job.layout, job.config.parallel
+    words = {
+        job.precision: True,
+        "compiled": job.config.compile,
+        "ZeRO-3": layout.dp_shard > 1 and parallel.reshard,
+        "ZeRO-2": layout.dp_shard > 1 and not parallel.reshard,
+        "sequence parallel": layout.tp > 1 and parallel.sequence_parallel,
+        parallel.cp_method: layout.cp > 1,
+    }
+    return [word for word, chosen in words.items() if chosen]

@@ -72,6 +72,9 @@ def explain(error: BaseException) -> str:
     if isinstance(error, InterpolationResolutionError) or key.startswith("hydra"):
         return f"{key}: {str(error).splitlines()[0]}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
+        presets = [f"{group}={key}" for group in groups() if (CONF / group / f"{key}.yaml").exists()]
+        if presets:
+            return f"there is no key {key}; did you mean {presets[0]}?"
         return f"there is no key {key}{nearest(key, known_keys()) or '; python train.py --help lists them'}"
     if isinstance(error, MissingMandatoryValue) and key:
         return f"{key} has no value; valid: {_type_words(key)}"

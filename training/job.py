@@ -10,7 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.micro_batch import BatchShape, split_batch
-from parallelism.layout import Layout, check_gpus, check_local_ranks, check_model, check_world_size, resolve_layout
+from parallelism.layout import (
+    Layout,
+    check_gpus,
+    check_local_ranks,
+    check_model,
+    check_world_size,
+    idle_settings,
+    resolve_layout,
+)
 from parallelism.ranks import joined, num_gpus
 from training.config import Config
 from training.schedule import LearningRate
@@ -29,6 +37,7 @@ class Job:
     batch: BatchShape
     steps: int
     lr: LearningRate
+    idle: list[str]  # settings that do nothing on this layout, in words
 
 
 def make_job(cfg: DictConfig) -> Job:
@@ -99,7 +108,8 @@ def settle(config: Config) -> Job:
         memory=replace(config.memory, micro_batch=batch.micro_batch),
         lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
     )
-    return Job(settled, layout, device, precision, batch, steps, lr)
+    idle = idle_settings(layout, config.parallel, config.dp_shard)
+    return Job(settled, layout, device, precision, batch, steps, lr, idle)
 
 
 def resolve_lr(config: Config, total_tokens: int) -> LearningRate:

@@ -25,12 +25,16 @@ from training.metrics import MetricsFile, Sink, StepMetrics, peak_tflops
 from training.optimizer import make_optimizer
 from training.sample import sample
 
+log = logging.getLogger(__name__)
+
 
 def run(stop: Stop, job: Job, chosen_folder: Path | None) -> int:
     """Runs the job in this rank and returns the run's exit code. Rank 0 alone writes to a folder and the terminal."""
     device = start_process_group(job.device, job.config.cluster.timeout_minutes)
     first = dist.get_rank() == 0
     logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(message)s")
+    for words in job.idle:
+        log.warning(words)
     try:
         corpus = prepare_data(job)
         folder = decide_folder(chosen_folder, job)

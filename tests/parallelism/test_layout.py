@@ -43,7 +43,7 @@ def test_dp_shares_the_devices_with_tp() -> None:
 
 @pytest.mark.parametrize(
     ("dp", "dp_shard", "valid"),
-    [(4, 3, "2 or 4"), (6, 4, "3 or 6"), (2, 8, "2")],
+    [(4, 3, "2 or 4, or dp=3 or 6"), (6, 4, "3 or 6, or dp=4 or 8"), (2, 8, "2, or dp=8")],
 )
 def test_dp_shard_has_to_divide_dp(dp: int, dp_shard: int, valid: str) -> None:
     with pytest.raises(ValueError, match=f"{dp_shard} does not divide dp={dp}; nearest valid: dp_shard={valid}$"):

@@ -61,7 +61,8 @@ from training.job import make_job
         ("dp=32", "* dp=32 = 1024; nearest valid: batch.tokens=1024, or dp=16"),
         ("tp=3", "tp=3 does not divide model.heads=4; nearest valid: tp=2 or 4"),
         ("parallel=tpp", "parallel=tpp does not exist; valid: cp, dp, fsdp, hsdp, tp; did you mean tp?"),
-        ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1"),
+        ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1, or dp=2"),
+        ("fsdp=2", "there is no key fsdp; did you mean parallel=fsdp?"),
         ("parallel.sequence_paralel=true", "did you mean parallel.sequence_parallel?"),
         ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
         ("dp=3", "batch.tokens=512 does not divide by batch.seq_len=32 * dp=3 = 96; nearest valid: batch.tokens=480"),
@@ -180,3 +181,19 @@ def test_every_group_has_a_base_that_lists_all_its_keys() -> None:
             assert sorted(map(str, listed)) == sorted(field.name for field in fields(kind)), base
     groups = [folder for folder in (ROOT / "conf").iterdir() if folder.is_dir() and folder.name != "experiment"]
     assert all((folder / "base.yaml").exists() for folder in groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel=fsdp"], ["shards nothing at dp=1"]),
+        (["parallel.sequence_parallel=true"], ["does nothing at tp=1"]),
+        (["parallel.reshard=false", "dp=2"], ["does nothing at dp_shard=1"]),
+        (["parallel=fsdp", "dp=2", "parallel.reshard=false", "tp=2", "parallel.sequence_parallel=true"], []),
+    ],
+    ids=str,
+)
+def test_settings_that_do_nothing_are_told(overrides: list[str], words: list[str]) -> None:
+    idle = make_tiny_job(*overrides).idle
+    assert len(idle) == len(words)
+    assert all(some in line for some, line in zip(words, idle))
