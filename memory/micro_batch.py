@@ -43,22 +43,22 @@ class BatchShape:
         )
 
 
-def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int) -> BatchShape:
+def split_batch(*, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int, shard: int = 1) -> BatchShape:
     """Cuts a step of `tokens` into sequences, ranks' shares and micro-batches.
 
     `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens. ValueError: the
-    tokens do not divide; the message has the nearest that do.
+    tokens do not divide; the message has the nearest that do, and fewer ranks, a multiple of `shard`, that could.
     """
     share = seq_len * (1 if isinstance(micro_batch, str) else micro_batch)  # the least tokens a rank can take
     if tokens < 1 or tokens % (share * num_parts):
         named = "" if isinstance(micro_batch, str) else f" * memory.micro_batch={micro_batch}"
         step = share * num_parts
         below = max(tokens, 0) // step * step
-        fewer = tokens > 0 and tokens < step and tokens % share == 0
+        fewer = [d for d in divisors(max(tokens, 1) // share) if d < num_parts and d % shard == 0]
         raise ValueError(
             f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
             f"nearest valid: batch.tokens={around(tokens, (below, below + step))}"
-            + (f", or dp={around(num_parts, (d for d in divisors(tokens // share) if d < num_parts))}" if fewer else "")
+            + (f", or dp={fewer[-1]}" if fewer and tokens % share == 0 and 0 < tokens < step else "")
         )
     num_sequences = tokens // seq_len
     if isinstance(micro_batch, str):

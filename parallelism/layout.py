@@ -93,8 +93,19 @@ def resolve_layout(
     return Layout(dp=dp, dp_shard=dp_shard, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def check_model(layout: Layout, parallel: ParallelConfig, *, heads: int, seq_len: int, dropout: float) -> None:
-    """ValueError where the layout can't split a model of so many query heads, or sequences of so many tokens."""
+def check_model(
+    layout: Layout,
+    parallel: ParallelConfig,
+    *,
+    heads: int,
+    hidden_dim: int,
+    vocab_size: int,
+    seq_len: int,
+    dropout: float,
+) -> None:
+    """ValueError where the layout can't split a model of these sizes, or sequences of so many tokens."""
+    if layout.dp * layout.cp > 1:
+        _check_no_shard_is_empty(layout.tp, heads, {"model.ffn_dim": hidden_dim, "model.vocab_size": vocab_size})
     if heads % layout.tp:
         raise ValueError(
             f"tp={layout.tp} does not divide model.heads={heads}; "
@@ -121,7 +132,23 @@ def check_model(layout: Layout, parallel: ParallelConfig, *, heads: int, seq_len
             f"batch.seq_len={seq_len} does not divide by {' * '.join(factors)} = {step}, which "
             f"{'cp' if layout.cp > 1 else 'parallel.sequence_parallel=true'} needs; "
             f"nearest valid: batch.seq_len={around(seq_len, (below, below + step))}"
+            + (", or parallel.sequence_parallel=false" if "tp" in factors else "")
         )
+
+
+def _check_no_shard_is_empty(tp: int, heads: int, sizes: dict[str, int]) -> None:
+    """FSDP, which tp's parameters need once there is more data parallelism than one, can't carry an empty shard."""
+
+    def last_is_empty(size: int, degree: int) -> bool:
+        return (degree - 1) * -(-size // degree) >= size
+
+    for key, size in sizes.items():
+        if last_is_empty(size, tp):
+            valid = [degree for degree in divisors(heads) if not last_is_empty(size, degree)]
+            raise ValueError(
+                f"tp={tp} cuts {key}={size} into pieces of {-(-size // tp)}, so the last rank has none, which can't be "
+                f"with dp or cp above 1; nearest valid: tp={around(tp, valid)}"
+            )
 
 
 def seq_len_step(layout: Layout, parallel: ParallelConfig) -> int:
@@ -157,7 +184,8 @@ def check_world_size(layout: Layout, world_size: int, started_by: str) -> None:
     """ValueError where the layout is not made for the ranks that `started_by` (torchrun, srun) has started."""
     if layout.world_size != world_size:
         others = layout.world_size // layout.dp
-        fits = f"dp={world_size // others} or dp=auto" if world_size % others == 0 else f"a multiple of {others} ranks"
+        step = others * layout.dp_shard
+        fits = f"dp={world_size // others} or dp=auto" if world_size % step == 0 else f"a multiple of {step} ranks"
         raise ValueError(
             f"the layout ({layout}) does not fit the {world_size} ranks that {started_by} has started; valid: {fits}"
         )

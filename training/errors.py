@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -58,6 +59,8 @@ def fail(message: str) -> None:
     ranks = joined()
     if ranks is None or ranks.rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)  # torchrun ends all ranks when the first one exits: rank 0 has to have spoken
     raise SystemExit(CANNOT_RUN)
 
 

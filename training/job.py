@@ -87,6 +87,8 @@ def settle(config: Config) -> Job:
         layout,
         config.parallel,
         heads=config.model.heads,
+        hidden_dim=config.model.hidden_dim,
+        vocab_size=config.model.vocab_size,
         seq_len=config.batch.seq_len,
         dropout=config.model.dropout,
     )
@@ -95,6 +97,7 @@ def settle(config: Config) -> Job:
         seq_len=config.batch.seq_len,
         micro_batch=config.memory.micro_batch,
         num_parts=layout.dp,
+        shard=layout.dp_shard,
     )
     steps = config.train.steps or -(-(config.train.tokens or 0) // batch.tokens)
     lr = resolve_lr(config, total_tokens=steps * batch.tokens)

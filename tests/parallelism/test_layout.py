@@ -50,7 +50,7 @@ def test_dp_shard_has_to_divide_dp(dp: int, dp_shard: int, valid: str) -> None:
         Layout(dp=dp, dp_shard=dp_shard)
 
 
-MODEL = {"heads": 8, "seq_len": 32, "dropout": 0.0}
+MODEL = {"heads": 8, "hidden_dim": 7, "vocab_size": 65, "seq_len": 32, "dropout": 0.0}
 
 
 def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> ParallelConfig:
@@ -67,7 +67,7 @@ def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> Parall
     ],
 )
 def test_layouts_that_fit_the_model(degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any]) -> None:
-    check_model(Layout(dp=1, **degrees), parallel(**settings), **MODEL | model)
+    check_model(Layout(**{"dp": 1} | degrees), parallel(**settings), **MODEL | model)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,19 @@ def test_layouts_that_fit_the_model(degrees: dict[str, int], settings: dict[str,
             {"tp": 4},
             {"sequence_parallel": True},
             {"seq_len": 30},
-            r"by tp = 4, .*: batch.seq_len=28 or 32$",
+            r"by tp = 4, .*: batch.seq_len=28 or 32, or",
         ),
         ({"cp": 4}, {}, {"seq_len": 36}, r"by 2 \* cp = 8, .*; nearest valid: batch.seq_len=32 or 40$"),
         (
             {"cp": 4, "tp": 2},
             {"sequence_parallel": True},
             {"seq_len": 8},
-            r"by 2 \* cp \* tp = 16, .*=16$",
+            r"by 2 \* cp \* tp = 16, .*=16, or",
         ),
         ({"cp": 8, "tp": 2}, {"cp_method": "ulysses"}, {}, r"cp=8 does not divide the 4 heads .*: cp=4, or .*=ring$"),
+        ({"tp": 8}, {"sequence_parallel": True}, {"seq_len": 30}, r"=24 or 32, or parallel.sequence_parallel=false$"),
+        ({"dp": 2, "tp": 8}, {}, {}, r"tp=8 cuts model.ffn_dim=7 .*; nearest valid: tp=4$"),
+        ({"cp": 2, "tp": 4}, {}, {"vocab_size": 5}, r"tp=4 cuts model.vocab_size=5 .*; nearest valid: tp=2$"),
         ({"cp": 2}, {}, {"dropout": 0.1}, r"model.dropout=0.1 can't be had with cp=2 .*; valid: model.dropout=0 or"),
     ],
 )
@@ -96,7 +99,7 @@ def test_layouts_that_do_not_fit_the_model(
     degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(Layout(dp=1, **degrees), parallel(**settings), **MODEL | model)
+        check_model(Layout(**{"dp": 1} | degrees), parallel(**settings), **MODEL | model)
 
 
 def test_layout_must_have_the_ranks_that_are_there() -> None:
