@@ -83,7 +83,7 @@ def laid_out_step(name: str, job: Job, device: Any) -> Any:
     if name == ALONE:
         return plain_step(job, device, share=RANKS)
     model = build_model(job, device)
-    optimizer = make_optimizer(model.model, job.config.optim)
+    optimizer = make_optimizer(model.parameters(), job.config.optim)
     set_lr(optimizer, 1e-4)
     part, num_parts = model.data_part
     inputs, targets = (whole.chunk(num_parts)[part] for whole in batch(job))

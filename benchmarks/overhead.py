@@ -105,11 +105,14 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
             seconds["bare"].append(time.perf_counter() - began)
             self.began = time.perf_counter()
 
+        def picture(self, name: str, title: str, draw: Any) -> None:
+            pass
+
         def finish(self) -> None:
             pass
 
     sinks = [*make_sinks(job, folder, Terminal(job, folder, corpus)), Between()]
-    optimizer = make_optimizer(model.model, job.config.optim)
+    optimizer = make_optimizer(model.parameters(), job.config.optim)
     train(job, model, optimizer, corpus, StepMetrics(job, None), sinks, device, stop)
     for sink in sinks:
         sink.finish()

@@ -31,6 +31,11 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 3 * (2 * matmul + attention)
 
 
+def head_layers(config: ModelConfig) -> float:
+    """What the head costs beside one block, attention left out."""
+    return config.vocab_size * config.dim / _block_matmul(config)
+
+
 def _block_matmul(config: ModelConfig) -> int:
     """Weights of one block's matrices: q and out, k and v, and the MLP's two or three."""
     attention = 2 * config.dim * config.dim + 2 * config.dim * config.num_kv_heads * config.head_dim

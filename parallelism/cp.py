@@ -17,7 +17,6 @@ from math import gcd
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.gpt import GPT, Block
 from parallelism.attention import Merged, Piece, attend_backward
-from parallelism.collectives import all_gather, reduce_scatter
+from parallelism.collectives import all_gather, exchange, reduce_scatter
 
 TIME = 2  # the dimension of tokens in (B, H, T, D)
 
@@ -110,21 +109,8 @@ def ring_piece(group: ProcessGroup, step: int, num_tokens: int) -> Piece:
 
 def pass_on(block: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Sends the block to the next rank; call the result to wait for that of the rank before."""
-    arriving = torch.empty_like(block)
     rank, num_ranks = group.rank(), group.size()
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, block.contiguous(), group=group, group_peer=(rank + 1) % num_ranks),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % num_ranks),
-        ]
-    )
-
-    def arrive() -> Tensor:
-        for work in works:
-            work.wait()
-        return arriving
-
-    return arrive
+    return exchange(block, group, to=(rank + 1) % num_ranks, source=(rank - 1) % num_ranks)
 
 
 class AllGather(nn.Module):
@@ -181,14 +167,9 @@ def gathered_pieces(group: ProcessGroup, num_tokens: int) -> list[Piece]:
 
 def gather_in_order(block: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tokens, (2, B, K, t, D) to (2, B, K, T, D), in the order of the sequence."""
-    return gather_tokens(block, TIME + 1, group, "allgather")
-
-
-def gather_tokens(x: Tensor, dim: int, group: ProcessGroup, method: str) -> Tensor:
-    """All ranks' tokens along `dim`, in the order of the sequence. No gradient."""
-    gathered = all_gather(x, dim, group)
-    order = placement(gathered.shape[dim], group.size(), method).to(x.device)
-    return gathered.index_select(dim, order.argsort())
+    gathered = all_gather(block, TIME + 1, group)
+    order = placement(gathered.shape[TIME + 1], group.size(), "allgather").to(block.device)
+    return gathered.index_select(TIME + 1, order.argsort())
 
 
 def placement(seq_len: int, num_ranks: int, method: str) -> Tensor:

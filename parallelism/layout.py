@@ -3,10 +3,11 @@
 from dataclasses import dataclass, fields
 from math import prod
 
-from checks import around, divisors, one_of
+from checks import around, at_least, divisors, one_of
+from parallelism.schedules import INTERLEAVED, SCHEDULES
 
 CP_METHODS = ("ring", "ulysses", "allgather")
-BUILT = ("dp", "dp_shard", "tp", "cp")  # the axes that have a file here; any other degree must be 1
+BUILT = ("dp", "dp_shard", "tp", "cp", "pp")  # the axes that have a file here; any other degree must be 1
 
 
 @dataclass
@@ -16,9 +17,13 @@ class ParallelConfig:
     sequence_parallel: bool
     reshard: bool
     cp_method: str
+    pp_schedule: str
+    pp_virtual: int
 
     def __post_init__(self) -> None:
         one_of("parallel.cp_method", self.cp_method, CP_METHODS)
+        one_of("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
+        at_least("parallel", self, 1, "pp_virtual")
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,29 @@ def check_model(
         )
 
 
+def check_pipeline(layout: Layout, parallel: ParallelConfig, *, layers: int, num_micro_batches: int) -> None:
+    """ValueError where a pipeline has more stages than layers, or its schedule can't run so many micro-batches."""
+    if layout.pp == 1:
+        return
+    if layout.pp * parallel.pp_virtual > layers:
+        raise ValueError(
+            f"pp={layout.pp} * parallel.pp_virtual={parallel.pp_virtual} are more stages than model.layers={layers}; "
+            f"nearest valid: pp={layers // parallel.pp_virtual}"
+            + (" or parallel.pp_virtual=1" if parallel.pp_virtual > 1 and layout.pp <= layers else "")
+        )
+    if parallel.pp_virtual > 1 and parallel.pp_schedule not in INTERLEAVED:
+        raise ValueError(
+            f"parallel.pp_virtual={parallel.pp_virtual} needs a schedule of several stages a rank, which "
+            f"{parallel.pp_schedule} is not; valid: parallel.pp_virtual=1 or parallel.pp_schedule={INTERLEAVED[0]}"
+        )
+    if parallel.pp_virtual > 1 and num_micro_batches % layout.pp:
+        raise ValueError(
+            f"parallel.pp_schedule={parallel.pp_schedule} takes pp={layout.pp} micro-batches at a time, and "
+            f"memory.micro_batch cuts {num_micro_batches}; valid: a number of micro-batches that pp divides, such as "
+            "memory.micro_batch=1, or parallel.pp_schedule=1f1b parallel.pp_virtual=1"
+        )
+
+
 def _check_no_shard_is_empty(tp: int, heads: int, sizes: dict[str, int]) -> None:
     """FSDP, which tp's parameters need once there is more data parallelism than one, can't carry an empty shard."""
 
@@ -164,6 +192,8 @@ def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str)
         idle.append("dp_shard=auto shards nothing at dp=1 (dp=auto counts a CPU as one device): try dp=2")
     if parallel.sequence_parallel and layout.tp == 1:
         idle.append("parallel.sequence_parallel=true does nothing at tp=1: try tp=2")
+    if layout.pp > 1 and parallel.pp_schedule in INTERLEAVED and parallel.pp_virtual == 1:
+        idle.append(f"parallel.pp_schedule={parallel.pp_schedule} is 1f1b at parallel.pp_virtual=1: try pp_virtual=2")
     if not parallel.reshard and layout.dp_shard == 1:
         idle.append("parallel.reshard=false does nothing at dp_shard=1: try dp_shard=2")
     return idle

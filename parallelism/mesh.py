@@ -41,24 +41,26 @@ class Mesh:
     """The ranks of a layout in the groups in which they meet; `layout.place` says where a rank stands."""
 
     layout: Layout
-    weights: DeviceMesh  # axes replicas, shard, tp: how parameters lie. The ranks of cp hold the same ones: replicas
+    weights: (
+        DeviceMesh  # axes pp, replicas, shard, tp: how parameters lie. The ranks of cp hold the same ones: replicas
+    )
     cp: DeviceMesh  # one axis: the ranks that share a sequence
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> Mesh:
-    """Groups of the ranks, tp innermost, then cp, shard and replicate: who talks most is nearest.
+    """Groups of the ranks, tp innermost, then cp, shard, replicate and pp: who talks most is nearest.
 
     Any collective in one of them that waits longer than the timeout raises.
     """
     warning = node_warning(layout, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size)))
     if warning:
         log.warning(warning)
-    sizes = (layout.dp // layout.dp_shard, layout.dp_shard, layout.cp, layout.tp)
-    ranks = rearrange(torch.arange(layout.world_size), "(r s c t) -> r s c t", **dict(zip("rsct", sizes)))
+    sizes = {"p": layout.pp, "r": layout.dp // layout.dp_shard, "s": layout.dp_shard, "c": layout.cp, "t": layout.tp}
+    ranks = rearrange(torch.arange(layout.world_size), "(p r s c t) -> p r s c t", **sizes)
     weights = DeviceMesh(
-        device.type, rearrange(ranks, "r s c t -> (r c) s t"), mesh_dim_names=("replicas", "shard", "tp")
+        device.type, rearrange(ranks, "p r s c t -> p (r c) s t"), mesh_dim_names=("pp", "replicas", "shard", "tp")
     )
-    cp = DeviceMesh(device.type, rearrange(ranks, "r s c t -> (r s t) c"), mesh_dim_names=("others", "cp"))["cp"]
+    cp = DeviceMesh(device.type, rearrange(ranks, "p r s c t -> (p r s t) c"), mesh_dim_names=("others", "cp"))["cp"]
     for group in (*weights.get_all_groups(), cp.get_group()):
         # Groups of some of the ranks are made with torch's own timeout, and the mesh takes no other.
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)

@@ -1,7 +1,7 @@
 """The norm of a gradient whose parameters lie over ranks in different ways, and clipping by it."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,23 +9,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    twins: Sequence[nn.Parameter] = (),
+    others: Iterable[dist.ProcessGroup] = (),
+) -> Tensor:
     """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that.
 
     Each logical parameter counts once: the shards of one are added over the axes it is sharded on, and of replicas each
-    rank counts its own. Ranks meet once for each kind of sharding, not once for each parameter.
+    rank counts its own. `twins` are scaled but not counted: another rank counts them. `others` are groups of ranks that
+    hold other parameters, as the stages of a pipeline do. Ranks meet once for each kind of sharding, not for each
+    parameter.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    shards: list[Tensor] = []
     alike: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for gradient, shard in zip(gradients, shards):
-        alike[_sharded_over(gradient)].append(shard)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            shards.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            if all(parameter is not twin for twin in twins):
+                alike[_sharded_over(gradient)].append(shards[-1])
     squares = torch.zeros((), device=shards[0].device)
     for groups, tensors in alike.items():
         square = nn.utils.get_total_norm(tensors) ** 2
         for group in groups:
             dist.all_reduce(square, group=group)
         squares += square
+    for group in others:
+        dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -37,7 +37,7 @@ class VocabularyLoss:
         return _VocabularyCrossEntropy.apply(logits, targets, first, self.group)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """The logits of the whole vocabulary, (B, T, V), on every rank: for sampling."""
+        """The logits of the whole vocabulary, (B, V), on every rank: for sampling."""
         missing = -(-self.vocab_size // self.group.size()) - logits.shape[-1]
         return all_gather(F.pad(logits, (0, missing)), -1, self.group)[..., : self.vocab_size]
 

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import parallelism.nd
+import parallelism.distributed_model
 import training.loop
 
 PLACES = {
     "data": (training.loop, "rank_batch"),
-    "forward": (parallelism.nd.DistributedModel, "step"),
-    "evaluation": (parallelism.nd.DistributedModel, "evaluate"),
-    "killed": (parallelism.nd.DistributedModel, "evaluate"),
+    "forward": (parallelism.distributed_model.DistributedModel, "step"),
+    "evaluation": (parallelism.distributed_model.DistributedModel, "evaluate"),
+    "killed": (parallelism.distributed_model.DistributedModel, "evaluate"),
 }
 
 

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from models.config import ModelConfig
 from models.gpt import GPT
+from parallelism.distributed_model import DistributedModel
 from parallelism.launch import run_ranks
 from parallelism.layout import CP_METHODS, Layout, ParallelConfig
 from parallelism.mesh import make_mesh, start_process_group
-from parallelism.nd import DistributedModel, parallelize
+from parallelism.nd import parallelize
 from parallelism.stop import Stop
 from tests.models.presets import model_config
 
@@ -34,6 +35,7 @@ SMALL = {"layers": 2, "dim": 48, "heads": 24, "context": 32}
 LLAMA = {"mlp": "swiglu", "ffn_dim": 100, "rope_original_context": 16}
 MODELS = {
     "gpt2": model_config("gpt2", **SMALL, vocab_size=65),
+    "gpt2_deep": model_config("gpt2", **SMALL | {"layers": 5}, vocab_size=65),  # stages are uneven
     "gpt2_even": model_config("gpt2", **SMALL, vocab_size=64),  # shards without padding: for counting
     "gpt2_dropout": model_config("gpt2", **SMALL, vocab_size=65, dropout=0.2),
     "gpt2_untied": model_config("gpt2", **SMALL, vocab_size=11, tie_embeddings=False),
@@ -45,7 +47,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.1, fused=True),
 }
 
-PARALLEL = ParallelConfig(sequence_parallel=False, reshard=True, cp_method="ring")
+PARALLEL = ParallelConfig(sequence_parallel=False, reshard=True, cp_method="ring", pp_schedule="1f1b", pp_virtual=1)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def case(
 SP = {"sequence_parallel": True}
 ZERO2 = {"reshard": False}
 BF16 = {"precision": "bf16"}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_virtual": 2}
 CASES = [
     case(),
     case(micro_batch=5),
@@ -127,6 +130,28 @@ CASES = [
     case("llama", 5, cp=3),
     case("llama_tied", cp=8, options={"cp_method": "ulysses"}),  # 2 kv heads: each repeated 4 times
     case("gpt2_untied", 6, cp=4, options={"cp_method": "allgather"}),
+    # pp
+    *(
+        case(model, micro_batch, pp=pp, options={"pp_schedule": schedule})
+        for schedule in ("naive", "gpipe", "1f1b", "zb_h1")
+        for model, micro_batch, pp in (("gpt2", 12, 2), ("llama", 4, 2), ("gpt2_deep", 3, 4))
+    ),
+    case("gpt2_deep", 6, pp=2, options=INTERLEAVED),
+    case("gpt2", 6, pp=2, dp=2),
+    case("llama_tied", 3, pp=2, dp=2, dp_shard=2),
+    case("gpt2", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "zb_h1"}),
+    case("llama", 3, pp=2, dp=2, options={"pp_schedule": "zb_h1"}),
+    case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options=INTERLEAVED | ZERO2),
+    case("gpt2", 6, pp=2, tp=2),
+    case("llama", 6, pp=2, tp=2, options=SP | {"pp_schedule": "zb_h1"}),
+    case("llama_tied", 6, pp=2, cp=2),
+    case("gpt2", 6, pp=2, cp=2, options={"cp_method": "ulysses", "pp_schedule": "gpipe"}),
+    case("llama_tied", 3, pp=2, tp=2, dp=2),
+    case("gpt2_deep", 3, pp=2, tp=2, dp=2, dp_shard=2, options=INTERLEAVED | SP),
+    case("llama", 3, pp=2, cp=2, dp=2, dp_shard=2),
+    case("gpt2", 6, pp=2, cp=2, tp=2, options=SP | {"cp_method": "allgather"}),
+    case("llama_tied", 2, pp=2, dp=4, dp_shard=2, options={"pp_schedule": "zb_h1"}),
+    case("gpt2", 3, pp=2, dp=2, dp_shard=2, options=BF16),
     # products
     case("llama", 6, cp=2, dp=2),
     case("gpt2", 6, cp=2, dp=2, dp_shard=2),
@@ -196,7 +221,7 @@ def plain_run(config: ModelConfig, optimizer_name: str) -> dict[str, Any]:
     with torch.no_grad():
         inputs, targets = global_batch(STEPS, config.vocab_size)
         eval_loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
-        logits = model(some_tokens(config.vocab_size))
+        logits = model(some_tokens(config.vocab_size))[:, -1]
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return {
         "losses": torch.stack(losses), "norms": torch.stack(norms), "gradients": gradients, "weights": weights,
@@ -207,23 +232,24 @@ def plain_run(config: ModelConfig, optimizer_name: str) -> dict[str, Any]:
 def laid_out_run(case: Case, optimizer_name: str, device: torch.device) -> dict[str, Any]:
     """The same through `parallelize`, in this rank; gradients and weights are put together from all ranks' shards."""
     config = MODELS[case.model]
+    tied = config.tie_embeddings
     with torch.device("meta"):
         whole = GPT(config)
     parallel, options = case.settings()
     model = parallelize(whole, make_mesh(case.layout, device, 1), device, parallel, seed=SEED, **options)
-    optimizer = OPTIMIZERS[optimizer_name](model.model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         torch.manual_seed(STEPS * model.dropout_part + step)
         losses.append(model.step(own_micro_batches(case, model, step)))
         if step == 0:
-            gradients = put_together({n: p.grad for n, p in model.model.named_parameters() if p.grad is not None})
+            gradients = put_together({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, tied)
         norms.append(model.clip_grad_norm(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
     eval_loss = torch.tensor(model.evaluate(own_micro_batches(case, model, STEPS)))
-    logits = model.logits(some_tokens(config.vocab_size))
-    weights = put_together({name: p.detach() for name, p in model.model.named_parameters()})
+    logits = model.next_logits(some_tokens(config.vocab_size))
+    weights = put_together({name: p.detach() for name, p in model.named_parameters()}, tied)
     return {
         "losses": torch.stack(losses), "norms": torch.stack(norms), "gradients": gradients, "weights": weights,
         "eval_loss": eval_loss, "logits": logits,
@@ -237,35 +263,48 @@ def own_micro_batches(case: Case, model: DistributedModel, step: int) -> list[tu
     return list(zip(inputs.split(case.micro_batch), targets.split(case.micro_batch)))
 
 
-def put_together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole tensors from what all ranks hold of them, in rank 0, which asserts that replicas are equal."""
-    held = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
-    place: list[int] = list(meshes[0].get_coordinate() or []) if meshes else []
+def put_together(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """The whole tensors from what all ranks hold of them, in rank 0, which asserts that replicas are equal.
+
+    A head that is `tied` to the embedding is one with it, whichever pipeline stages have them.
+    """
+    held = [
+        ("embedding.weight" if tied and name == "head.weight" else name, *shard_of(x)) for name, x in tensors.items()
+    ]
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object((place, held), by_rank if dist.get_rank() == 0 else None)
+    dist.gather_object(held, by_rank if dist.get_rank() == 0 else None)
     if dist.get_rank() > 0:
         return {}
-    return {
-        name: joined(tensor, [(tuple(place), held[name]) for place, held in by_rank])
-        for name, tensor in tensors.items()
-    }
+    copies: dict[str, list[Shard]] = defaultdict(list)
+    for rank in by_rank:
+        for name, place, cuts, shard in rank:
+            copies[name].append((place, cuts, shard))
+    return {name: joined(shards) for name, shards in copies.items()}
 
 
-def joined(tensor: Tensor, held: list[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """One whole tensor, from the place of each rank on the tensor's mesh and what that rank holds."""
+Shard: TypeAlias = tuple[tuple[int, ...], tuple[int | None, ...], Tensor]
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """This rank's place on a tensor's mesh, the dimension that each axis of the mesh cuts, and its part."""
     if not isinstance(tensor, DTensor):
-        return same([shard for _, shard in held])
+        return (), (), tensor
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    cuts = tuple(None if p.is_replicate() else p.dim for p in tensor.placements)  # type: ignore[attr-defined]
+    return tuple(place), cuts, tensor.to_local()
+
+
+def joined(held: list[Shard]) -> Tensor:
+    """One whole tensor from all its shards."""
     shards: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    for place, shard in held:
+    for place, _, shard in held:
         shards[place].append(shard)
-    for placement in tensor.placements:  # FSDP's axes come first, and cut last
+    for cut in held[0][1]:  # FSDP's axes come first, and cut last
         parts: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for place, copies in sorted(shards.items(), key=lambda item: item[0]):
             parts[place[1:]].append(same(copies))
-        if not placement.is_replicate():
-            parts = {place: [torch.cat(cut, placement.dim)] for place, cut in parts.items()}  # type: ignore[attr-defined]
-        shards = parts
+        shards = parts if cut is None else {place: [torch.cat(pieces, cut)] for place, pieces in parts.items()}
     (whole,) = shards.values()
     return same(whole)
 

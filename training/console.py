@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ class Terminal:
         if self._progress.disable and overdue:
             self._console.print(f"step {metrics['step']}/{self._job.steps}: {words}")
             self._printed = time.monotonic()
+
+    def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
+        """Prints what it shows, and where the file is."""
+        self._console.print(f"{title}: {self._folder / name}.png")
 
     def sample(self, text: str) -> None:
         """Prints what the model has written."""
@@ -104,5 +109,6 @@ def layout_options(job: Job) -> list[str]:
         "ZeRO-2": layout.dp_shard > 1 and not parallel.reshard,
         "sequence parallel": layout.tp > 1 and parallel.sequence_parallel,
         parallel.cp_method: layout.cp > 1,
+        parallel.pp_schedule: layout.pp > 1,
     }
     return [word for word, chosen in words.items() if chosen]

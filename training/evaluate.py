@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from data.held_out import IGNORED, held_out_windows
-from parallelism.nd import DistributedModel, MicroBatch
+from parallelism.distributed_model import DistributedModel, MicroBatch
 from training.job import Job
 
 
@@ -14,8 +14,10 @@ def evaluate(job: Job, model: DistributedModel, held_out: np.ndarray, device: to
     Every rank takes as many windows as the others, in whole micro-batches: windows without a valid target fill up.
     """
     part, num_parts = model.data_part
-    seq_len, size = job.batch.seq_len, job.batch.micro_batch
+    seq_len = job.batch.seq_len
     num_windows = -(-(len(held_out) - 1) // seq_len)
+    # Nothing is kept for a backward: what a pipeline trains on in many micro-batches goes through it in one.
+    size = job.batch.micro_batch * (job.batch.num_micro_batches if job.layout.pp > 1 else 1)
     share = -(-num_windows // (size * num_parts)) * size  # windows of one rank
     inputs, targets = held_out_windows(held_out[part * share * seq_len : (part + 1) * share * seq_len + 1], seq_len)
     fill = share - len(inputs)

@@ -15,11 +15,13 @@ from parallelism.layout import (
     check_gpus,
     check_local_ranks,
     check_model,
+    check_pipeline,
     check_world_size,
     idle_settings,
     resolve_layout,
 )
 from parallelism.ranks import joined, num_gpus
+from parallelism.schedules import SPLIT_BACKWARD
 from training.config import Config
 from training.schedule import LearningRate
 
@@ -98,7 +100,14 @@ def settle(config: Config) -> Job:
         micro_batch=config.memory.micro_batch,
         num_parts=layout.dp,
         shard=layout.dp_shard,
+        pp=layout.pp,
     )
+    check_pipeline(layout, config.parallel, layers=config.model.layers, num_micro_batches=batch.num_micro_batches)
+    if config.compile and layout.pp > 1 and config.parallel.pp_schedule in SPLIT_BACKWARD:
+        raise ValueError(
+            f"compile=true can't be had with parallel.pp_schedule={config.parallel.pp_schedule}, which takes the "
+            "backward apart; valid: compile=false or parallel.pp_schedule=1f1b"
+        )
     steps = config.train.steps or -(-(config.train.tokens or 0) // batch.tokens)
     lr = resolve_lr(config, total_tokens=steps * batch.tokens)
     precision = resolve_precision(config.precision, device, config.model.dim)

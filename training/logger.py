@@ -4,7 +4,9 @@ import logging
 import netrc
 import os
 import queue
+import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,13 @@ class WandbLogger:
         """Hands the metrics to the thread; drops them where it is 10,000 behind."""
         with suppress(queue.Full):
             self._waiting.put_nowait(metrics)
+
+    def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
+        """Hands the picture's file to the thread, which makes a W&B image of it."""
+        with tempfile.NamedTemporaryFile(suffix=".png", delete=False) as file:
+            draw(Path(file.name))
+        with suppress(queue.Full):
+            self._waiting.put_nowait({name: Path(file.name)})
 
     def finish(self) -> None:
         """Ends W&B's run, or leaves it behind if that takes longer than PATIENCE."""
@@ -56,7 +65,11 @@ class WandbLogger:
             run.define_metric("tokens")
             run.define_metric("*", step_metric="tokens", step_sync=True)
             while (metrics := self._waiting.get()) is not None:
-                run.log(metrics, step=metrics["step"])
+                pictures = {name: wandb.Image(str(path)) for name, path in metrics.items() if isinstance(path, Path)}
+                if pictures:
+                    run.log(pictures, commit=False)  # with the next step's metrics
+                else:
+                    run.log(metrics, step=metrics["step"])
             run.finish()
         except Exception as error:  # whatever W&B's client raises, the run goes on without it
             log.warning("W&B is off for this run: %s", error)

@@ -9,8 +9,9 @@ import torch
 
 from data.corpus import Corpus
 from data.stream import rank_batch
-from parallelism.nd import DistributedModel, MicroBatch
+from parallelism.distributed_model import DistributedModel, MicroBatch
 from parallelism.stop import Stop
+from parallelism.timeline import Span, bubble, draw, theoretical_bubble
 from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
@@ -36,6 +37,7 @@ def train(
     stop()  # from here on a signal ends the run after its step, no longer at once
     for step in range(1, job.steps + 1):
         began = time.perf_counter()
+        model.watch(step == job.config.train.timeline_step)
         lr = lr_at(tokens + job.batch.tokens, job.lr)
         set_lr(optimizer, lr)
         torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.dropout_part))
@@ -56,7 +58,9 @@ def train(
         for sink in sinks:
             sink.record(line)
         check_finite("loss", line["loss"], step)
-        signal_number = model.largest(stop())
+        if step == job.config.train.timeline_step:
+            show_timeline(job, model.timeline(), sinks)
+        (signal_number,) = model.largest(stop())
         if signal_number:
             return signal_number
         if step == job.steps or (every and step % every == 0):
@@ -65,6 +69,19 @@ def train(
                 sink.record({"step": step, "tokens": tokens, "eval_loss": eval_loss})
             check_finite("eval_loss", eval_loss, step)
     return 0
+
+
+def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
+    """Gives the sinks the picture of a pipeline's step; does nothing without one."""
+    if spans:
+        parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
+        theory = theoretical_bubble(parallel.pp_schedule, p, m, parallel.pp_virtual)
+        title = (
+            f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, "
+            f"{theory:.1%} in theory"
+        )
+        for sink in sinks:
+            sink.picture("timeline", title, lambda path: draw(spans, path, title))
 
 
 def check_finite(name: str, value: float, step: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ class Sink(Protocol):
     def record(self, metrics: dict[str, Any]) -> None:
         """Takes the metrics of a step, or of an evaluation (which has the key eval_loss)."""
 
+    def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
+        """Takes a picture, which `draw` writes to a path."""
+
     def finish(self) -> None:
         """Nothing more will come."""
 
@@ -38,12 +42,17 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a line, whole even after kill -9, for each line is a single write."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Appends a line; what is not finite is null, since JSON has no word for it."""
         known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in metrics.items()}
         os.write(self._file, (json.dumps(known) + "\n").encode())
+
+    def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
+        """Writes NAME.png beside it."""
+        draw(self._folder / f"{name}.png")
 
     def finish(self) -> None:
         """Closes the file."""

@@ -1,18 +1,21 @@
 """AdamW as GPTs are trained with it."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from training.config import OptimConfig
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov and Hutter 2019, algorithm 2); weight decay on matrices and embeddings only.
 
     The learning rate is 0 until `set_lr`.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

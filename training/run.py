@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from omegaconf import OmegaConf
 from data.corpus import Corpus, load_corpus, prepare_corpus
 from data.errors import DataError
 from models.gpt import GPT
+from parallelism.distributed_model import DistributedModel
 from parallelism.mesh import make_mesh, once_per_node, start_process_group
-from parallelism.nd import DistributedModel, parallelize
+from parallelism.nd import parallelize
 from parallelism.stop import Stop
 from training.console import Terminal
 from training.errors import CANNOT_RUN
@@ -24,6 +26,8 @@ from training.loop import train
 from training.metrics import MetricsFile, Sink, StepMetrics, peak_tflops
 from training.optimizer import make_optimizer
 from training.sample import sample
+
+SAMPLE_SECONDS = 30.0  # the longest that a look at the model's text may take, where many ranks share few cores
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ def decide_folder(chosen: Path | None, job: Job) -> Path:
 def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path | None, stop: Stop) -> int:
     """Trains and writes a sample of text; returns the number of the signal that ended training early, or 0."""
     model = build_model(job, device)
-    optimizer = make_optimizer(model.model, job.config.optim)
+    optimizer = make_optimizer(model.parameters(), job.config.optim)
     metrics = StepMetrics(job, peak_tflops(job.config.cluster.peak_tflops, device, job.precision))
     terminal = Terminal(job, folder, corpus) if folder else None
     sinks = make_sinks(job, folder, terminal)
@@ -74,7 +78,7 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
         signal_number = train(job, model, optimizer, corpus, metrics, sinks, device, stop)
         if not signal_number and job.config.train.sample_tokens:
             text = write_text(job, model, corpus, device, stop)
-            signal_number = model.largest(stop())
+            (signal_number,) = model.largest(stop())
             if folder and terminal:
                 (folder / "sample.txt").write_text(text, encoding="utf-8")
                 terminal.sample(text)
@@ -125,8 +129,16 @@ def make_sinks(job: Job, folder: Path | None, terminal: Terminal | None) -> list
 def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.device, stop: Stop) -> str:
     """What the model writes after an end token, as text; as token ids where the tokens stand for none."""
     end = corpus.tokenizer.end if corpus.tokenizer else corpus.vocab_size - 1
+
+    began = time.monotonic()
+
+    def agree(token: int) -> int | None:
+        enough = time.monotonic() - began > SAMPLE_SECONDS
+        end_here, token = model.largest(int(enough or stop() > 0), token)
+        return None if end_here else token
+
     tokens = sample(
-        model.logits,
+        model.next_logits,
         start=end,
         end=end,
         num_entries=corpus.vocab_size,
@@ -134,7 +146,6 @@ def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.
         context=job.batch.seq_len,
         seed=job.config.seed,
         device=device,
-        agree=model.largest,
-        asked_to_stop=lambda: model.largest(stop()) > 0,
+        agree=agree,
     )
     return corpus.tokenizer.decode(tokens) if corpus.tokenizer else " ".join(map(str, tokens))

@@ -8,12 +8,12 @@ it; what is held is the memory behind the tensors.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -44,14 +44,14 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
         whole = GPT(MODELS[case.model])
     parallel, options = case.settings()
     model = parallelize(whole, make_mesh(case.layout, device, 1), device, parallel, seed=SEED, **options)
-    optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model.step(own_micro_batches(case, model, 0))
     optimizer.step()
     optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         model.step(own_micro_batches(case, model, 1))
     optimizer.step()
-    results = {**traffic(seen, case.layout.tp), **held_bytes(model.model, optimizer)}
+    results = {**traffic(seen, case.layout.tp), **held_bytes(model.parameters(), optimizer)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -77,10 +77,10 @@ def traffic(seen: profile, num_ranks: int) -> dict[str, int]:
     return totals
 
 
-def held_bytes(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The memory behind this rank's parameters, gradients and optimizer state; replicated parameters apart."""
     sharded, replicated = 0, 0
-    for parameter in model.parameters():
+    for parameter in parameters:
         moments = [value for value in optimizer.state[parameter].values() if value.dim() > 0]
         size = sum(local_bytes(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None)
         if isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from parallelism.layout import (
     node_warning,
     resolve_layout,
 )
+from tests.parity import PARALLEL
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (1, 1), (8, 8)])
@@ -24,7 +26,7 @@ def test_degrees_below_one_are_refused(key: str, degree: int) -> None:
         resolve_layout(**{"dp": 1, "num_devices": 1, key: degree})
 
 
-@pytest.mark.parametrize("axis", ["pp", "ep"])
+@pytest.mark.parametrize("axis", ["ep"])
 def test_layouts_that_do_not_exist_yet_are_refused(axis: str) -> None:
     with pytest.raises(ValueError, match=f"{axis}=2 is not built yet; valid: {axis}=1"):
         Layout(dp=2, **{axis: 2})
@@ -54,7 +56,7 @@ MODEL = {"heads": 8, "hidden_dim": 7, "vocab_size": 65, "seq_len": 32, "dropout"
 
 
 def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> ParallelConfig:
-    return ParallelConfig(sequence_parallel, reshard=True, cp_method=cp_method)
+    return replace(PARALLEL, sequence_parallel=sequence_parallel, cp_method=cp_method)
 
 
 @pytest.mark.parametrize(

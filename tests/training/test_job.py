@@ -60,14 +60,15 @@ from training.job import make_job
         ("batch.tokens=500", "does not divide by batch.seq_len=32 * dp=1 = 32; nearest valid: batch.tokens=480 or 512"),
         ("dp=32", "* dp=32 = 1024; nearest valid: batch.tokens=1024, or dp=16"),
         ("tp=3", "tp=3 does not divide model.heads=4; nearest valid: tp=2 or 4"),
-        ("parallel=tpp", "parallel=tpp does not exist; valid: cp, dp, fsdp, hsdp, tp; did you mean tp?"),
+        ("parallel=tpp", "parallel=tpp does not exist; valid: cp, dp, fsdp, hsdp, nd, pp, tp; did you mean tp?"),
         ("dp_shard=2", "dp_shard=2 does not divide dp=1; nearest valid: dp_shard=1, or dp=2"),
         ("fsdp=2", "there is no key fsdp; did you mean parallel=fsdp?"),
         ("parallel.sequence_paralel=true", "did you mean parallel.sequence_parallel?"),
         ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
         ("dp=3", "batch.tokens=512 does not divide by batch.seq_len=32 * dp=3 = 96; nearest valid: batch.tokens=480"),
         ("memory.micro_batch=5", "memory.micro_batch=5 * dp=1 = 160; nearest valid: batch.tokens=480 or 640"),
-        ("pp=2", "pp=2 is not built yet; valid: pp=1"),
+        ("ep=2", "ep=2 is not built yet; valid: ep=1"),
+        ("pp=3", "pp=3 * parallel.pp_virtual=1 are more stages than model.layers=2; nearest valid: pp=2"),
     ],
 )
 def test_refused_in_one_line(override: str, message: str) -> None:

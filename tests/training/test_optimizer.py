@@ -8,7 +8,7 @@ from training.optimizer import make_optimizer, set_lr
 def test_decay_is_on_matrices_alone_and_no_parameter_is_left_out() -> None:
     job = make_tiny_job("model.norm=layernorm", "model.bias=true", "model.positions=learned")
     model = GPT(job.config.model)
-    optimizer = make_optimizer(model, job.config.optim)
+    optimizer = make_optimizer(model.parameters(), job.config.optim)
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] > 0 for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert (id(parameter) in decayed) == (not name.endswith("bias") and "norm" not in name), name
@@ -21,7 +21,7 @@ def test_a_step_is_adamw_as_its_paper_has_it() -> None:
     model = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(model.weight, 2.0)
     torch.nn.init.constant_(model.bias, 2.0)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model.parameters(), config)
     set_lr(optimizer, 0.1)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)

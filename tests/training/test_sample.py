@@ -7,8 +7,8 @@ def always(token: int, vocab_size: int = 8):  # type: ignore[no-untyped-def]
     """A model that is sure of the next token."""
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        answer = torch.full((*tokens.shape, vocab_size), -1e9)
-        answer[..., token] = 0.0
+        answer = torch.full((len(tokens), vocab_size), -1e9)
+        answer[:, token] = 0.0
         return answer
 
     return logits
@@ -27,7 +27,7 @@ def test_the_model_sees_the_last_tokens_of_its_context() -> None:
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         seen.append(tokens.tolist()[0])
-        return torch.nn.functional.one_hot((tokens + 1) % 8, 8) * 1e9
+        return torch.nn.functional.one_hot((tokens[:, -1] + 1) % 8, 8) * 1e9
 
     assert sample(logits, start=0, end=7, num_entries=8, length=5, context=3, seed=0, device=CPU) == [1, 2, 3, 4, 5]
     assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
@@ -35,14 +35,14 @@ def test_the_model_sees_the_last_tokens_of_its_context() -> None:
 
 def test_only_entries_of_the_tokenizer_are_drawn() -> None:
     tokens = sample(
-        lambda t: torch.zeros(*t.shape, 99), start=0, end=4, num_entries=4, length=50, context=4, seed=0, device=CPU
+        lambda t: torch.zeros(len(t), 99), start=0, end=4, num_entries=4, length=50, context=4, seed=0, device=CPU
     )
     assert set(tokens) == {0, 1, 2, 3}
 
 
 def test_the_draw_follows_from_the_seed() -> None:
     def uniform(tokens: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*tokens.shape, 1000)
+        return torch.zeros(len(tokens), 1000)
 
     def draw(seed: int) -> list[int]:
         return sample(uniform, start=0, end=0, num_entries=1000, length=20, context=8, seed=seed, device=CPU)

@@ -1,0 +1,260 @@
+"""A model laid out over ranks: all that the training loop ever sees of a layout."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from models.gpt import GPT, IGNORED
+from parallelism.collectives import all_reduce, exchange
+from parallelism.cp import own_positions
+from parallelism.layout import ParallelConfig, seq_len_step
+from parallelism.mesh import Mesh
+from parallelism.norm import clip_grad_norm
+from parallelism.pp import Part, Pipeline
+from parallelism.timeline import Span
+from parallelism.vocabulary import VocabularyLoss
+
+MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
+
+
+class DistributedModel:
+    """A model laid out over ranks: every rank calls each method, with its own share of the data."""
+
+    def __init__(
+        self,
+        stages: dict[int, GPT],
+        trained: dict[int, nn.Module],
+        mesh: Mesh,
+        device: torch.device,
+        parallel: ParallelConfig,
+        partial_gradients: list[nn.Parameter],
+        bf16: bool,
+        hidden_dtype: torch.dtype,
+    ) -> None:
+        self.stages = stages  # hold the parameters, under their one-rank names
+        self._trained = trained  # their forwards are what backward may follow
+        self._mesh = mesh
+        self._layout = mesh.layout
+        self._place = mesh.layout.place(dist.get_rank())
+        self._device = device
+        self._parallel = parallel
+        self._partial = partial_gradients
+        self._bf16 = bf16
+        self._pipeline = None
+        if self._layout.pp > 1:
+            tp = self._layout.tp if parallel.sequence_parallel else 1
+            width = next(iter(stages.values())).config.dim
+            self._pipeline = Pipeline(
+                trained,
+                self._layout.pp * parallel.pp_virtual,
+                mesh.weights["pp"].get_group(),
+                device,
+                schedule=parallel.pp_schedule,
+                hidden=lambda x: torch.empty(x.shape[0], x.shape[1] // tp, width, dtype=hidden_dtype, device=device),
+            )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under their one-rank names."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """Which part of each batch's sequences this rank takes, of how many."""
+        return self._place["replicate"] * self._layout.dp_shard + self._place["shard"], self._layout.dp
+
+    @property
+    def dropout_part(self) -> int:
+        """Ranks with the same number have to drop the same: those that hold the same activations."""
+        part = self.data_part[0] * self._layout.cp + self._place["cp"]
+        return part * self._layout.tp + self._place["tp"] if self._parallel.sequence_parallel else part
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward; returns the loss in nats per valid token of the whole batch, over all ranks.
+
+        The count of valid tokens is known before the first backward, so the gradients left in the parameters are those
+        of that mean loss, whatever the number of ranks and micro-batches.
+        """
+        for stage in self.stages.values():
+            stage.train()
+        parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
+        num_tokens = self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
+        num_tokens = num_tokens.clamp(min=1)
+        if self._pipeline is None:
+            loss = self._accumulate(parts, num_tokens)
+        else:
+            with self._autocast():
+                loss = self._from_last_stage(self._pipeline.step(parts, num_tokens))
+            self._add_tied_gradients()
+        self._add_partial_gradients()
+        return self._sum_over_data(loss)
+
+    def _accumulate(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
+        """Forward and backward of each micro-batch, one after the other; returns the sum of their losses."""
+        total = torch.zeros((), device=self._device)
+        for index, (inputs, targets, positions) in enumerate(parts):
+            with self._sync(index == len(parts) - 1):
+                with self._autocast():
+                    loss = self._trained[0](inputs, targets, positions) / num_tokens
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The loss in nats per valid token over all ranks' micro-batches, without dropout."""
+        with self._inference():
+            sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss and valid tokens
+            for micro_batch in micro_batches:
+                part = self._own_tokens(*micro_batch)
+                loss = self._forward(part, with_targets=True)
+                if loss is not None:
+                    sums += torch.stack((loss.double(), (part[1] != IGNORED).sum().double()))
+        total, count = self._sum_over_data(self._from_last_stage(sums)).tolist()
+        return total / count
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) of the token after tokens (B, T), the same on every rank, without dropout."""
+        last = tokens.shape[1] - 1
+        # T has to divide; what comes later changes nothing before it.
+        tokens = F.pad(tokens, (0, -tokens.shape[1] % seq_len_step(self._layout, self._parallel)))
+        part = self._own_tokens(tokens, tokens)
+        positions = part[2] if part[2] is not None else torch.arange(tokens.shape[1], device=self._device)
+        # Lengths vary here, and each new one would be compiled.
+        with self._inference(), torch.compiler.set_stance("force_eager"):
+            logits = self._forward(part, with_targets=False)
+        if logits is None:
+            vocab_size = next(iter(self.stages.values())).config.vocab_size
+            return self._from_last_stage(torch.zeros(len(tokens), vocab_size, device=self._device))
+        found = logits[:, positions == last].sum(1).float()  # (B, V); of cp's ranks one has it, the others add zero
+        loss = self.stages[max(self.stages)].loss
+        if isinstance(loss, VocabularyLoss):
+            found = loss.gather(found)
+        if self._layout.cp > 1:
+            dist.all_reduce(found, group=self._mesh.cp.get_group())
+        return self._from_last_stage(found.contiguous())
+
+    def _forward(self, part: Part, with_targets: bool) -> Tensor | None:
+        """The summed loss of a micro-batch, or its logits; None on a rank without the last stage."""
+        if self._pipeline is not None:
+            return self._pipeline.forward(part, with_targets)
+        inputs, targets, positions = part
+        return self.stages[0](inputs, targets if with_targets else None, positions)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
+        others = [self._mesh.weights["pp"].get_group()] if self._layout.pp > 1 else []
+        twins = self._tied_ends() if self._place["pp"] > 0 else []
+        return clip_grad_norm(self.parameters(), max_norm, twins=twins, others=others)
+
+    def largest(self, *numbers: int) -> list[int]:
+        """The largest of each number over all ranks: how they agree, say on a stop that has reached only some."""
+        if dist.get_world_size() == 1:
+            return list(numbers)
+        largest = torch.tensor(numbers)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def _own_tokens(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's part of the sequences (B, T), and where it stands in them; all of it without cp."""
+        if self._layout.cp == 1:
+            return inputs, targets, None
+        positions = own_positions(inputs.shape[1], self._place["cp"], self._layout.cp, self._parallel.cp_method)
+        positions = positions.to(inputs.device)
+        return inputs[:, positions], targets[:, positions], positions
+
+    def watch(self, watched: bool) -> None:
+        """Whether the next steps are to be timed for `timeline`, which on GPUs makes them slower."""
+        if self._pipeline is not None:
+            self._pipeline.watched = watched
+
+    def timeline(self) -> list[Span]:
+        """What the ranks of rank 0's pipeline did in the last step, in rank 0; empty elsewhere and without pp."""
+        if self._pipeline is None:
+            return []
+        spans: list[list[Span]] = [[]] * dist.get_world_size()
+        first = all(self._place[axis] == 0 for axis in ("replicate", "shard", "cp", "tp"))
+        mine = self._pipeline.spans if first else []
+        dist.gather_object(mine, spans if dist.get_rank() == 0 else None)
+        return [span for rank in spans for span in rank]
+
+    def _sum_over_data(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that see different tokens."""
+        for axis in (self._mesh.weights["replicas"], self._mesh.weights["shard"]):
+            if axis.size() > 1:
+                dist.all_reduce(value, group=axis.get_group())
+        return value
+
+    def _from_last_stage(self, value: Tensor) -> Tensor:
+        """What the rank with the last stage has, on all ranks of a pipeline; theirs has to be zero."""
+        if self._layout.pp > 1:
+            dist.all_reduce(value, group=self._mesh.weights["pp"].get_group())
+        return value
+
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        """Replicas reduce gradients once per step: in the backward of the last micro-batch.
+
+        Shards reduce in every one, or each rank would hold a whole gradient; parameters that were not freed after the
+        forward stay for the whole step.
+        """
+        trained = self._trained[0]
+        if isinstance(trained, DistributedDataParallel) and not last:
+            with trained.no_sync():
+                yield
+            return
+        if isinstance(trained, FSDPModule):
+            trained.set_requires_all_reduce(last)
+            if not self._parallel.reshard:
+                trained.set_reshard_after_backward(last)
+        yield
+
+    def _add_partial_gradients(self) -> None:
+        """Adds up, over tp and in one go, the gradients of which each rank has a part: see `apply_tp`."""
+        if self._partial:
+            shards = [parameter.grad.to_local() for parameter in self._partial]  # type: ignore[union-attr]
+            whole = all_reduce(torch.cat([shard.flatten() for shard in shards]), self._mesh.weights["tp"].get_group())
+            for shard, part in zip(shards, whole.split([shard.numel() for shard in shards])):
+                shard.copy_(part.view_as(shard))
+
+    def _tied_ends(self) -> list[nn.Parameter]:
+        """The token embedding and the head where they are one parameter that two stages hold."""
+        if self._layout.pp == 1 or not next(iter(self.stages.values())).config.tie_embeddings:
+            return []
+        return [p for name, p in self.named_parameters() if name in ("embedding.weight", "head.weight")]
+
+    def _add_tied_gradients(self) -> None:
+        """The first and the last rank of a pipeline exchange their gradients of the tied weight, and add them."""
+        for parameter in self._tied_ends():
+            assert parameter.grad is not None
+            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            group = self._mesh.weights["pp"].get_group()
+            peer = group.size() - 1 if group.rank() == 0 else 0
+            own += exchange(own, group, to=peer, source=peer)()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        for stage in self.stages.values():
+            stage.eval()
+        with self._autocast():
+            yield
+        for stage in self.stages.values():
+            for unit in stage.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()  # what the forward keeps for a backward, of which there was none

@@ -1,0 +1,78 @@
+"""What each rank of a pipeline does when: from a schedule on paper, or measured; and its picture. Imports no torch."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallelism.schedules import Orders, Slot, simulate
+
+UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward costs two forwards
+COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2"}
+WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A slot of a rank, with its start and end in seconds, or in forwards of a stage on paper."""
+
+    rank: int
+    slot: Slot
+    start: float
+    end: float
+
+
+def on_paper(orders: Orders, costs: dict[str, float] = UNIT) -> list[Span]:
+    """The spans of a schedule if stages are equal and communication takes no time; costs of each kind of slot."""
+    ends = simulate(orders, costs)
+    return [
+        Span(rank, slot, ends[slot] - costs[slot.kind], ends[slot])
+        for rank, order in enumerate(orders)
+        for slot in order
+    ]
+
+
+def bubble(spans: Sequence[Span]) -> float:
+    """The share of the time, from the first start to the last end, in which ranks compute nothing."""
+    num_ranks = max(span.rank for span in spans) + 1
+    total = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1 - sum(span.end - span.start for span in spans) / (num_ranks * total)
+
+
+def theoretical_bubble(schedule: str, p: int, m: int, v: int) -> float:
+    """The bubble in closed form, for equal stages, a backward of two forwards and at least p micro-batches.
+
+    Naive: one rank works at a time. GPipe and 1F1B: (p-1)/(m+p-1) (Huang et al. 2019, section 2.3). Interleaved:
+    (p-1)/(vm+p-1) (Narayanan et al. 2021, section 2.2). ZB-H1: each rank idles (p-1)(F+B-W), of m(F+B+W) that it works
+    (Qi et al. 2023, table 1), where B is the backward of inputs.
+    """
+    if schedule == "naive":
+        return 1 - 1 / p
+    if schedule == "zb_h1":
+        return (p - 1) / (p - 1 + 3 * m)
+    return (p - 1) / (v * m + p - 1)
+
+
+def draw(spans: Sequence[Span], path: Path, title: str) -> None:
+    """Draws one row a rank, one colour a kind, the micro-batch's number in each slot; stages of a rank in shades."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    num_ranks = max(span.rank for span in spans) + 1
+    begin, end = min(span.start for span in spans), max(span.end for span in spans)
+    figure = Figure(figsize=(14, 1.2 + 0.4 * num_ranks), layout="constrained")
+    axes = figure.add_subplot(xlim=(0, end - begin), ylim=(num_ranks - 0.5, -0.5), yticks=range(num_ranks))
+    axes.set(title=title, xlabel="seconds or, on paper, forwards", ylabel="pipeline rank")
+    for span in spans:
+        width, chunk = span.end - span.start, span.slot.stage // num_ranks
+        colour, alpha = COLOURS[span.slot.kind], 1 / (1 + 0.5 * chunk)
+        axes.barh(span.rank, width, left=span.start - begin, height=0.9, color=colour, edgecolor="white", alpha=alpha)
+        if width > (end - begin) / 150:
+            middle = span.start - begin + width / 2
+            axes.text(middle, span.rank, str(span.slot.micro_batch), ha="center", va="center", fontsize=7)
+    kinds = {span.slot.kind for span in spans}
+    handles = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in COLOURS if kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    FigureCanvasAgg(figure).print_png(path)

@@ -1,0 +1,58 @@
+"""Looks at a run without starting it; takes the same keys as train.py.
+
+python plan.py timeline=true parallel=pp pp=4 batch.tokens=2048      draws what each rank of the pipeline does when
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from training.errors import explained
+from training.job import Job, make_job
+
+PICTURE = Path("timeline.png")
+VIEWS: list[str] = []  # chosen on the command line, beside the keys of a run
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Checks the configuration as train.py does, for as many ranks as it asks for, and shows the view."""
+    with explained():
+        cfg.device = "cpu"  # whatever is here: any number of ranks can be looked at
+        job = make_job(cfg)
+        if VIEWS != ["timeline=true"]:
+            raise ValueError(
+                f"plan.py has one view today; valid: python plan.py timeline=true {' '.join(sys.argv[1:])}"
+            )
+        if job.layout.pp == 1:
+            raise ValueError("timeline=true draws pipelines, and pp=1; valid: pp=2 or more")
+    show_timeline(job)
+
+
+def show_timeline(job: Job) -> None:
+    """Prints what the schedule costs on paper and draws it, from the very orders that training runs."""
+    from parallelism.schedules import SCHEDULES, in_flight
+    from parallelism.timeline import bubble, draw, on_paper
+
+    parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
+    orders = SCHEDULES[parallel.pp_schedule](p, m, parallel.pp_virtual)
+    spans = on_paper(orders)
+    share = bubble(spans)
+    title = (
+        f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {parallel.pp_virtual} stages a rank; bubble {share:.1%}"
+    )
+    draw(spans, PICTURE, title)
+    print(f"{title}, so {1 - share:.1%} use")
+    print("micro-batches in flight on each rank:", *map(in_flight, orders))
+    print(f"drawn in {PICTURE}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to `explained` as they are
+    VIEWS += [argument for argument in sys.argv[1:] if argument.startswith("timeline=")]
+    sys.argv = [argument for argument in sys.argv if argument not in VIEWS]
+    with explained(hydra_alone=True):
+        main()
