@@ -22,7 +22,7 @@ def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(num_ranks: int) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
         command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder)]
-        return folder, subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
+        return folder, subprocess.run(command, cwd=ROOT, timeout=600, capture_output=True, text=True)
 
     def results(num_ranks: int) -> Path:
         folder, done = run(num_ranks)
