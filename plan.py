@@ -22,7 +22,7 @@ def main(cfg: DictConfig) -> None:
     """Checks the configuration as train.py does, for as many ranks as it asks for, and shows the view."""
     with explained():
         cfg.device = "cpu"  # whatever is here: any number of ranks can be looked at
-        job = make_job(cfg)
+        job = make_job(cfg, planning=True)
         if VIEWS != ["timeline=true"]:
             raise ValueError(
                 f"plan.py has one view today; valid: python plan.py timeline=true {' '.join(sys.argv[1:])}"

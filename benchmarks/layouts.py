@@ -1,6 +1,6 @@
 """How fast each layout is on this machine's cores, against one rank with the same global batch and as many threads.
 
-    python benchmarks/layouts.py          about five minutes on two cores
+    python benchmarks/layouts.py          about eight minutes on two cores
     python benchmarks/layouts.py 21       pairs of steps per row, 11 otherwise
 
 Two ranks of one thread each, and one of them with two threads, take a step of the same batch in turn, back to back, so
@@ -25,6 +25,7 @@ RANKS = 2
 WARMUP = 2  # pairs that are not counted
 MODEL = "model.layers=8 model.dim=256 model.context=256 batch.seq_len=256 batch.tokens=4096 memory.micro_batch=8"
 SETTINGS = [*MODEL.split(), "data=synthetic", "device=cpu", "precision=fp32"]
+INTERLEAVED = "parallel.pp_schedule=interleaved_1f1b parallel.pp_virtual=2"
 ALONE = "two ranks that do not communicate"
 LAYOUTS = {
     ALONE: "dp=2",
@@ -33,6 +34,11 @@ LAYOUTS = {
     "parallel=fsdp dp=2 parallel.reshard=false": "parallel=fsdp dp=2 parallel.reshard=false",
     "parallel=tp": "parallel=tp dp=1",
     "parallel=tp parallel.sequence_parallel=true": "parallel=tp dp=1 parallel.sequence_parallel=true",
+    "parallel=pp": "parallel=pp dp=1 memory.micro_batch=4",
+    "parallel=pp, interleaved": f"parallel=pp dp=1 memory.micro_batch=4 {INTERLEAVED}",
+    "parallel=cp": "parallel=cp dp=1",
+    "parallel=cp parallel.cp_method=ulysses": "parallel=cp dp=1 parallel.cp_method=ulysses",
+    "parallel=cp parallel.cp_method=allgather": "parallel=cp dp=1 parallel.cp_method=allgather",
 }
 
 

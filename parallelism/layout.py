@@ -7,6 +7,7 @@ from checks import around, at_least, divisors, one_of
 from parallelism.schedules import INTERLEAVED, SCHEDULES
 
 CP_METHODS = ("ring", "ulysses", "allgather")
+RANK_BYTES = 64 * 2**20  # what a forked rank of a small model takes: 8.2 GiB were measured for 128
 BUILT = ("dp", "dp_shard", "tp", "cp", "pp")  # the axes that have a file here; any other degree must be 1
 
 
@@ -19,6 +20,7 @@ class ParallelConfig:
     cp_method: str
     pp_schedule: str
     pp_virtual: int
+    pp_split: list[int] | None
 
     def __post_init__(self) -> None:
         one_of("parallel.cp_method", self.cp_method, CP_METHODS)
@@ -141,16 +143,29 @@ def check_model(
         )
 
 
+def _check_split(split: list[int] | None, num_stages: int, layers: int) -> None:
+    """Layers of each stage by hand; the first and the last may have none: the embedding and the head alone."""
+    if split is None:
+        return
+    if len(split) != num_stages or sum(split) != layers or min(split) < 0 or 0 in split[1:-1]:
+        even = [layers // num_stages + (stage < layers % num_stages) for stage in range(num_stages)]
+        raise ValueError(
+            f"parallel.pp_split={split} has to be {num_stages} numbers of layers that add up to model.layers={layers}, "
+            f"0 only first and last; valid: parallel.pp_split={even}".replace(", ", ",")
+        )
+
+
 def check_pipeline(layout: Layout, parallel: ParallelConfig, *, layers: int, num_micro_batches: int) -> None:
     """ValueError where a pipeline has more stages than layers, or its schedule can't run so many micro-batches."""
     if layout.pp == 1:
         return
-    if layout.pp * parallel.pp_virtual > layers:
+    if parallel.pp_split is None and layout.pp * parallel.pp_virtual > layers:
         raise ValueError(
             f"pp={layout.pp} * parallel.pp_virtual={parallel.pp_virtual} are more stages than model.layers={layers}; "
             f"nearest valid: pp={layers // parallel.pp_virtual}"
             + (" or parallel.pp_virtual=1" if parallel.pp_virtual > 1 and layout.pp <= layers else "")
         )
+    _check_split(parallel.pp_split, layout.pp * parallel.pp_virtual, layers)
     if parallel.pp_virtual > 1 and parallel.pp_schedule not in INTERLEAVED:
         raise ValueError(
             f"parallel.pp_virtual={parallel.pp_virtual} needs a schedule of several stages a rank, which "
@@ -199,6 +214,17 @@ def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str)
     return idle
 
 
+def check_host_memory(layout: Layout, num_parameters: int, available: int | None) -> None:
+    """ValueError where the ranks, all on this node's CPUs, need more bytes than are available; None: not known."""
+    replicas = layout.dp // layout.dp_shard * layout.cp
+    needed = layout.world_size * RANK_BYTES + 4 * 4 * num_parameters * replicas  # weights, gradients, two moments
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the layout ({layout}) needs about {needed / 2**30:.1f} GiB and this machine has "
+            f"{available / 2**30:.1f} GiB free; valid: fewer ranks, or a smaller model"
+        )
+
+
 def node_warning(layout: Layout, local_world_size: int) -> str | None:
     """What to say where ranks that meet in every layer, those of tp and then those of cp, are not all on one node."""
     for name, degree in (("tp", layout.tp), ("cp * tp", layout.cp * layout.tp)):
@@ -241,5 +267,5 @@ def check_gpus(layout: Layout, num_gpus: int, devices_per_node: int) -> None:
         f"the layout ({layout}) needs {layout.world_size} GPUs and this node has {num_gpus}; with {devices_per_node} "
         f"GPUs a node it needs {nodes} nodes, on each of them: torchrun --nnodes {nodes} --nproc-per-node {per_node} "
         "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 train.py (and your overrides); "
-        "or add device=cpu to try the layout here"
+        "or add device=cpu to try the layout here; python plan.py with the same overrides looks at it without ranks"
     )

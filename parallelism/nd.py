@@ -75,6 +75,6 @@ def own_stages(model: GPT, layout: Layout, parallel: ParallelConfig) -> dict[int
     if layout.pp == 1:
         return {0: model}
     num_stages = layout.pp * parallel.pp_virtual
-    counts = split_layers(model.config.layers, num_stages, head_layers(model.config))
+    counts = parallel.pp_split or split_layers(model.config.layers, num_stages, head_layers(model.config))
     rank = layout.place(dist.get_rank())["pp"]
     return {stage: cut_stage(model, counts, stage) for stage in range(rank, num_stages, layout.pp)}

@@ -79,3 +79,10 @@ def num_gpus() -> int:
     import torch  # counts through the driver's library: no CUDA context is made, so forking stays safe
 
     return torch.cuda.device_count()
+
+
+def available_bytes() -> int | None:
+    """Memory that new processes may take on this machine, where the operating system tells."""
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return int(found[1]) * 1024 if found else None

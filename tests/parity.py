@@ -47,7 +47,9 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.1, fused=True),
 }
 
-PARALLEL = ParallelConfig(sequence_parallel=False, reshard=True, cp_method="ring", pp_schedule="1f1b", pp_virtual=1)
+PARALLEL = ParallelConfig(
+    sequence_parallel=False, reshard=True, cp_method="ring", pp_schedule="1f1b", pp_virtual=1, pp_split=None
+)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ CASES = [
         for model, micro_batch, pp in (("gpt2", 12, 2), ("llama", 4, 2), ("gpt2_deep", 3, 4))
     ),
     case("gpt2_deep", 6, pp=2, options=INTERLEAVED),
+    case("gpt2_deep", 6, pp=4, options={"pp_split": [0, 3, 2, 0]}),  # embedding and head alone, as Llama 3 has them
     case("gpt2", 6, pp=2, dp=2),
     case("llama_tied", 3, pp=2, dp=2, dp_shard=2),
     case("gpt2", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "zb_h1"}),

@@ -253,9 +253,7 @@ def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
     assert "nowhere/*.txt" in errors[0]
 
 
-@pytest.mark.parametrize(
-    "layout", [["dp=2"], ["tp=2", "parallel.sequence_parallel=true"], ["cp=2"], ["pp=2"]], ids=" ".join
-)
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2 parallel.sequence_parallel=true", "cp=2", "pp=2"])
 def test_real_text_on_two_ranks(layout: str, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):

@@ -10,9 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.micro_batch import BatchShape, split_batch
+from models.flops import num_parameters
 from parallelism.layout import (
     Layout,
     check_gpus,
+    check_host_memory,
     check_local_ranks,
     check_model,
     check_pipeline,
@@ -20,7 +22,7 @@ from parallelism.layout import (
     idle_settings,
     resolve_layout,
 )
-from parallelism.ranks import joined, num_gpus
+from parallelism.ranks import available_bytes, joined, num_gpus
 from parallelism.schedules import SPLIT_BACKWARD
 from training.config import Config
 from training.schedule import LearningRate
@@ -42,9 +44,12 @@ class Job:
     idle: list[str]  # settings that do nothing on this layout, in words
 
 
-def make_job(cfg: DictConfig) -> Job:
-    """Types the configuration and fills in every `auto`. ValueError, or an omegaconf error: it could not run."""
-    return settle(typed(cfg))
+def make_job(cfg: DictConfig, planning: bool = False) -> Job:
+    """Types the configuration and fills in every `auto`. ValueError, or an omegaconf error: it could not run.
+
+    `planning`: it need not run here, whatever this machine has.
+    """
+    return settle(typed(cfg), planning)
 
 
 def typed(cfg: DictConfig) -> Config:
@@ -55,7 +60,7 @@ def typed(cfg: DictConfig) -> Config:
     return config
 
 
-def settle(config: Config) -> Job:
+def settle(config: Config, planning: bool = False) -> Job:
     """Layout, device, precision and batch arithmetic of a typed configuration. ValueError: they can't be."""
     ranks = joined()
     gpus = num_gpus() if config.device != "cpu" else 0
@@ -75,6 +80,8 @@ def settle(config: Config) -> Job:
         check_world_size(layout, ranks.world_size, ranks.started_by)
         if device == "cuda":
             check_local_ranks(ranks.local_world_size, gpus, ranks.started_by)
+    elif device == "cpu" and not planning:
+        check_host_memory(layout, num_parameters(config.model), available_bytes())
     elif device == "cuda":
         per_node = config.cluster.devices_per_node
         check_gpus(layout, gpus, gpus if isinstance(per_node, str) else per_node)
