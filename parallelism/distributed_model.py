@@ -20,7 +20,7 @@ from parallelism.mesh import Mesh
 from parallelism.norm import clip_grad_norm
 from parallelism.pp import Part, Pipeline
 from parallelism.timeline import Span
-from parallelism.vocabulary import VocabularyLoss
+from parallelism.vocabulary import VocabularyLoss, vocabulary_part
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 
@@ -50,15 +50,18 @@ class DistributedModel:
         self._bf16 = bf16
         self._pipeline = None
         if self._layout.pp > 1:
-            tp = self._layout.tp if parallel.sequence_parallel else 1
-            width = next(iter(stages.values())).config.dim
+            config = next(iter(stages.values())).config
+            cuts = self._layout.tp if parallel.sequence_parallel else 1
+            first, end = vocabulary_part(config.vocab_size, self._place["tp"], self._layout.tp)
+            logits_dtype = torch.bfloat16 if bf16 else torch.float32
             self._pipeline = Pipeline(
                 trained,
                 self._layout.pp * parallel.pp_virtual,
                 mesh.weights["pp"].get_group(),
                 device,
                 schedule=parallel.pp_schedule,
-                hidden=lambda x: torch.empty(x.shape[0], x.shape[1] // tp, width, dtype=hidden_dtype, device=device),
+                hidden=lambda x: torch.empty(len(x), x.shape[1] // cuts, config.dim, dtype=hidden_dtype, device=device),
+                logits=lambda x: torch.empty(*x.shape, end - first, dtype=logits_dtype, device="meta"),
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

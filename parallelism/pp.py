@@ -69,14 +69,17 @@ class Pipeline:
         *,
         schedule: str,
         hidden: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
     ) -> None:
-        """`hidden` gives, for inputs (B, T/cp), an empty tensor like the hidden states between stages."""
+        """For inputs (B, T/cp), `hidden` gives an empty tensor like the hidden states between stages, and `logits` one
+        like what the last stage of this rank gives."""
         self.stages = stages
         self.num_stages = num_stages
         self.group = group
         self.device = device
         self.schedule = schedule
         self.hidden = hidden
+        self.logits = logits
         self.watched = False  # whether a GPU waits for each slot, so that its times are true
         self.spans: list[Span] = []  # what this rank did in the last step, on the node's clock
 
@@ -148,7 +151,8 @@ class Pipeline:
         for number, module in sorted(self.stages.items()):
             hidden = self.hidden(inputs).requires_grad_()  # a gradient comes back for it
             taken = inputs if number == 0 else hidden
-            stage = PipelineStage(module, number, self.num_stages, self.device, taken, hidden, group=self.group)
+            given = self.logits(inputs).requires_grad_() if number == self.num_stages - 1 else hidden
+            stage = PipelineStage(module, number, self.num_stages, self.device, taken, given, group=self.group)
             self._watch(stage)
             stages.append(stage)
         last = self.stages.get(self.num_stages - 1)
