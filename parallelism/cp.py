@@ -48,20 +48,22 @@ def own_positions(seq_len: int, rank: int, num_ranks: int, method: str) -> Tenso
     return torch.cat((chunks[rank], chunks[2 * num_ranks - 1 - rank]))
 
 
-class Ring(nn.Module):
-    """k and v go round the ranks; at most two blocks of them are here at a time."""
+class InPieces(nn.Module):
+    """An attention core that works on pieces, through a Function of q, k, v and the group."""
 
-    def __init__(self, group: ProcessGroup, whole: nn.Module) -> None:
+    def __init__(self, function: type[Function], group: ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.function, self.group = function, group
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As AttentionCore, for t tokens."""
-        return _Ring.apply(q, k, v, self.group)
+        return self.function.apply(q, k, v, self.group)
 
 
-class _Ring(Function):
+class Ring(Function):
+    """k and v go round the ranks; at most two blocks of them are here at a time."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
         merged = Merged(q)
@@ -113,20 +115,9 @@ def pass_on(block: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     return exchange(block, group, to=(rank + 1) % num_ranks, source=(rank - 1) % num_ranks)
 
 
-class AllGather(nn.Module):
+class AllGather(Function):
     """Every rank gathers all k and v, for the forward and once more for the backward, and keeps only its own."""
 
-    def __init__(self, group: ProcessGroup, whole: nn.Module) -> None:
-        super().__init__()
-        self.group = group
-
-    @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As AttentionCore, for t tokens."""
-        return _AllGather.apply(q, k, v, self.group)
-
-
-class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
         merged = Merged(q)
@@ -227,4 +218,8 @@ def trade(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
     return torch.cat(received.unbind(0), join)
 
 
-CORES = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
+CORES: dict[str, Callable[[ProcessGroup, nn.Module], nn.Module]] = {  # each takes the model's own core as well
+    "ring": lambda group, whole: InPieces(Ring, group),
+    "allgather": lambda group, whole: InPieces(AllGather, group),
+    "ulysses": Ulysses,
+}

@@ -155,6 +155,8 @@ CASES = [
     case("gpt2", 6, pp=2, cp=2, tp=2, options=SP | {"cp_method": "allgather"}),
     case("llama_tied", 2, pp=2, dp=4, dp_shard=2, options={"pp_schedule": "zb_h1"}),
     case("gpt2", 3, pp=2, dp=2, dp_shard=2, options=BF16),
+    case("gpt2", 6, pp=2, options=BF16),
+    case("llama", 6, pp=2, options=BF16 | {"pp_schedule": "zb_h1"}),
     # products
     case("llama", 6, cp=2, dp=2),
     case("gpt2", 6, cp=2, dp=2, dp_shard=2),

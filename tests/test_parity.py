@@ -49,7 +49,10 @@ def test_equal_to_one_rank(case: Case, optimizer: str, results_of_ranks: Any) ->
 
 
 def assert_near_in_bf16(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """CONTRACT 3: losses within 1%. They hardly move in three steps, so gradients and norms have to be near as well."""
+    """CONTRACT 3: losses within 1%. They hardly move in three steps, so gradients and norms have to be near as well.
+
+    bf16 rounds each operation by up to 2^-8, and a gradient here is behind some hundred of them: 2^-8 * sqrt(100) = 4%.
+    """
     for name in ("losses", "eval_loss"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=0.0)
     assert (found["losses"] != expected["losses"]).all()  # bf16 it was
