@@ -34,16 +34,16 @@ def main(cfg: DictConfig) -> None:
 
 def show_timeline(job: Job) -> None:
     """Prints what the schedule costs on paper and draws it, from the very orders that training runs."""
-    from parallelism.schedules import SCHEDULES, in_flight
+    from parallelism.schedules import SCHEDULES
+    from parallelism.slots import in_flight
     from parallelism.timeline import bubble, draw, on_paper
 
     parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
-    orders = SCHEDULES[parallel.pp_schedule](p, m, parallel.pp_virtual)
+    virtual = len(parallel.pp_split) // p
+    orders = SCHEDULES[parallel.pp_schedule].orders(p, m, virtual)
     spans = on_paper(orders)
     share = bubble(spans)
-    title = (
-        f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {parallel.pp_virtual} stages a rank; bubble {share:.1%}"
-    )
+    title = f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {virtual} stages a rank; bubble {share:.1%}"
     draw(spans, PICTURE, title)
     print(f"{title}, so {1 - share:.1%} use")
     print("micro-batches in flight on each rank:", *map(in_flight, orders))

@@ -56,7 +56,7 @@ class DistributedModel:
             logits_dtype = torch.bfloat16 if bf16 else torch.float32
             self._pipeline = Pipeline(
                 trained,
-                self._layout.pp * parallel.pp_virtual,
+                len(parallel.pp_split),
                 mesh.weights["pp"].get_group(),
                 device,
                 schedule=parallel.pp_schedule,
@@ -160,7 +160,7 @@ class DistributedModel:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
         others = [self._mesh.weights["pp"].get_group()] if self._layout.pp > 1 else []
-        twins = self._tied_ends() if self._place["pp"] > 0 else []
+        twins = [parameter for name, parameter in self._tied_ends() if name == "head.weight"]
         return clip_grad_norm(self.parameters(), max_norm, twins=twins, others=others)
 
     def largest(self, *numbers: int) -> list[int]:
@@ -233,20 +233,23 @@ class DistributedModel:
             for shard, part in zip(shards, whole.split([shard.numel() for shard in shards])):
                 shard.copy_(part.view_as(shard))
 
-    def _tied_ends(self) -> list[nn.Parameter]:
-        """The token embedding and the head where they are one parameter that two stages hold."""
+    def _tied_ends(self) -> list[tuple[str, nn.Parameter]]:
+        """Of the token embedding and the head, if they are one parameter that two stages hold, those of this rank."""
         if self._layout.pp == 1 or not next(iter(self.stages.values())).config.tie_embeddings:
             return []
-        return [p for name, p in self.named_parameters() if name in ("embedding.weight", "head.weight")]
+        return [(name, p) for name, p in self.named_parameters() if name in ("embedding.weight", "head.weight")]
 
     def _add_tied_gradients(self) -> None:
-        """The first and the last rank of a pipeline exchange their gradients of the tied weight, and add them."""
-        for parameter in self._tied_ends():
-            assert parameter.grad is not None
-            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        """The ranks of the first and of the last stage exchange their gradients of the tied weight, and add them."""
+        gradients = [parameter.grad for _, parameter in self._tied_ends() if parameter.grad is not None]
+        ends = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        if len(ends) == 2:  # both stages are here
+            first, last = ends
+            last.copy_(first.add_(last))
+        elif ends:
             group = self._mesh.weights["pp"].get_group()
             peer = group.size() - 1 if group.rank() == 0 else 0
-            own += exchange(own, group, to=peer, source=peer)()
+            ends[0] += exchange(ends[0], group, to=peer, source=peer)()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)

@@ -2,30 +2,38 @@
 
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
-from checks import around, at_least, divisors, one_of
-from parallelism.schedules import INTERLEAVED, SCHEDULES
+from checks import around, divisors, number_or_auto, one_of
+from parallelism.schedules import SCHEDULES
 
 CP_METHODS = ("ring", "ulysses", "allgather")
+PP_SPLITS = ("auto", "llama3")  # ways to find parallel.pp_split; beside them, a list says it by hand
 RANK_BYTES = 64 * 2**20  # what a forked rank of a small model takes: 8.2 GiB were measured for 128
 BUILT = ("dp", "dp_shard", "tp", "cp", "pp")  # the axes that have a file here; any other degree must be 1
 
 
 @dataclass
 class ParallelConfig:
-    """Keys of the `parallel` group that are no degree."""
+    """Keys of the `parallel` group that are no degree; `resolve_stages` fills in the last two."""
 
     sequence_parallel: bool
     reshard: bool
     cp_method: str
     pp_schedule: str
-    pp_virtual: int
-    pp_split: list[int] | None
+    pp_virtual: int | str  # stages of a rank
+    pp_split: Any  # layers of each stage; a word before it is resolved
 
     def __post_init__(self) -> None:
         one_of("parallel.cp_method", self.cp_method, CP_METHODS)
         one_of("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
-        at_least("parallel", self, 1, "pp_virtual")
+        number_or_auto("parallel.pp_virtual", self.pp_virtual, least=1)
+        by_hand = isinstance(self.pp_split, list) and all(type(number) is int for number in self.pp_split)
+        if not by_hand and self.pp_split not in PP_SPLITS:
+            raise ValueError(
+                f"parallel.pp_split={self.pp_split} is not one of {', '.join(PP_SPLITS)}, or a list of whole numbers "
+                "such as [5,3]"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,42 +151,6 @@ def check_model(
         )
 
 
-def _check_split(split: list[int] | None, num_stages: int, layers: int) -> None:
-    """Layers of each stage by hand; the first and the last may have none: the embedding and the head alone."""
-    if split is None:
-        return
-    if len(split) != num_stages or sum(split) != layers or min(split) < 0 or 0 in split[1:-1]:
-        even = [layers // num_stages + (stage < layers % num_stages) for stage in range(num_stages)]
-        raise ValueError(
-            f"parallel.pp_split={split} has to be {num_stages} numbers of layers that add up to model.layers={layers}, "
-            f"0 only first and last; valid: parallel.pp_split={even}".replace(", ", ",")
-        )
-
-
-def check_pipeline(layout: Layout, parallel: ParallelConfig, *, layers: int, num_micro_batches: int) -> None:
-    """ValueError where a pipeline has more stages than layers, or its schedule can't run so many micro-batches."""
-    if layout.pp == 1:
-        return
-    if parallel.pp_split is None and layout.pp * parallel.pp_virtual > layers:
-        raise ValueError(
-            f"pp={layout.pp} * parallel.pp_virtual={parallel.pp_virtual} are more stages than model.layers={layers}; "
-            f"nearest valid: pp={layers // parallel.pp_virtual}"
-            + (" or parallel.pp_virtual=1" if parallel.pp_virtual > 1 and layout.pp <= layers else "")
-        )
-    _check_split(parallel.pp_split, layout.pp * parallel.pp_virtual, layers)
-    if parallel.pp_virtual > 1 and parallel.pp_schedule not in INTERLEAVED:
-        raise ValueError(
-            f"parallel.pp_virtual={parallel.pp_virtual} needs a schedule of several stages a rank, which "
-            f"{parallel.pp_schedule} is not; valid: parallel.pp_virtual=1 or parallel.pp_schedule={INTERLEAVED[0]}"
-        )
-    if parallel.pp_virtual > 1 and num_micro_batches % layout.pp:
-        raise ValueError(
-            f"parallel.pp_schedule={parallel.pp_schedule} takes pp={layout.pp} micro-batches at a time, and "
-            f"memory.micro_batch cuts {num_micro_batches}; valid: a number of micro-batches that pp divides, such as "
-            "memory.micro_batch=1, or parallel.pp_schedule=1f1b parallel.pp_virtual=1"
-        )
-
-
 def _check_no_shard_is_empty(tp: int, heads: int, sizes: dict[str, int]) -> None:
     """FSDP, which tp's parameters need once there is more data parallelism than one, can't carry an empty shard."""
 
@@ -207,8 +179,13 @@ def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str)
         idle.append("dp_shard=auto shards nothing at dp=1 (dp=auto counts a CPU as one device): try dp=2")
     if parallel.sequence_parallel and layout.tp == 1:
         idle.append("parallel.sequence_parallel=true does nothing at tp=1: try tp=2")
-    if layout.pp > 1 and parallel.pp_schedule in INTERLEAVED and parallel.pp_virtual == 1:
-        idle.append(f"parallel.pp_schedule={parallel.pp_schedule} is 1f1b at parallel.pp_virtual=1: try pp_virtual=2")
+    if layout.pp > 1 and SCHEDULES[parallel.pp_schedule].most_stages is None and parallel.pp_virtual == 1:
+        idle.append(
+            f"parallel.pp_schedule={parallel.pp_schedule} at parallel.pp_virtual=1 is a schedule of one stage a rank: "
+            "try parallel.pp_virtual=2"
+        )
+    if layout.pp == 1 and isinstance(parallel.pp_virtual, int) and parallel.pp_virtual > 1:
+        idle.append(f"parallel.pp_virtual={parallel.pp_virtual} does nothing at pp=1: try pp=2")
     if not parallel.reshard and layout.dp_shard == 1:
         idle.append("parallel.reshard=false does nothing at dp_shard=1: try dp_shard=2")
     return idle

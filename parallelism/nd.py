@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.flops import head_layers
 from models.gpt import GPT
 from parallelism.cp import apply_cp
 from parallelism.distributed_model import DistributedModel
@@ -16,8 +15,9 @@ from parallelism.fsdp import apply_fsdp
 from parallelism.layout import Layout, ParallelConfig
 from parallelism.materialise import materialise
 from parallelism.mesh import Mesh
-from parallelism.pp import cut_stage, split_layers
-from parallelism.schedules import SPLIT_BACKWARD
+from parallelism.pp import cut_stage
+from parallelism.schedules import SCHEDULES
+from parallelism.slots import stages_of
 from parallelism.tp import apply_tp
 
 
@@ -42,7 +42,7 @@ def parallelize(
     # DDP can't hold tp's parameters, which are DTensors, and doesn't see a backward in two halves. There, plain data
     # parallel is FSDP with a shard of one: DDP's traffic, but parameters are copied before use, and gradients before
     # they are reduced.
-    halves = layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
+    halves = layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves
     sharded = layout.dp_shard > 1 or (replicas > 1 and (layout.tp > 1 or halves))
     # A pipeline gathers its parameters once a step: it would need them anew for each micro-batch.
     reshard = parallel.reshard and layout.pp == 1
@@ -74,7 +74,7 @@ def own_stages(model: GPT, layout: Layout, parallel: ParallelConfig) -> dict[int
     """The pipeline stages of this rank, by number; without pp the whole model is the only one."""
     if layout.pp == 1:
         return {0: model}
-    num_stages = layout.pp * parallel.pp_virtual
-    counts = parallel.pp_split or split_layers(model.config.layers, num_stages, head_layers(model.config))
+    v_shaped = SCHEDULES[parallel.pp_schedule].v_shaped
     rank = layout.place(dist.get_rank())["pp"]
-    return {stage: cut_stage(model, counts, stage) for stage in range(rank, num_stages, layout.pp)}
+    own = stages_of(rank, layout.pp, len(parallel.pp_split) // layout.pp, v_shaped)
+    return {stage: cut_stage(model, parallel.pp_split, stage) for stage in own}

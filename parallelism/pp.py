@@ -1,7 +1,8 @@
 """Pipeline parallel: each rank of the pp axis holds some of the blocks, and activations travel from one to the next.
 
-A model is cut into p * v stages of consecutive blocks, stage s on rank s % p (v above 1 is interleaving). In
-which order a rank computes its stages' micro-batches is in `schedules.py`; torch's pipeline runtime carries that out.
+A model is cut into p * v stages of consecutive blocks; `stages.py` says how many each has and `slots.py` which rank has
+it. In which order a rank computes its stages' micro-batches is in `schedules.py`; torch's pipeline runtime carries that
+out.
 
 Shapes as in models/gpt.py; between stages travel hidden states (B, t, C), where t is a rank's share of T under context
 and sequence parallelism.
@@ -22,25 +23,12 @@ from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from models.gpt import GPT
-from parallelism.schedules import SCHEDULES, Slot
+from parallelism.schedules import SCHEDULES
+from parallelism.slots import Slot, rank_of
 from parallelism.timeline import Span
 
 KINDS = {kind.value: kind for kind in _ComputationType}
 Part = tuple[Tensor, Tensor, Tensor | None]  # a micro-batch's inputs, targets and positions
-
-
-def split_layers(num_layers: int, num_stages: int, head_layers: float) -> list[int]:
-    """Blocks of each stage, as even as can be when the head costs as much as `head_layers` blocks.
-
-    Every stage has at least one block, where there are enough.
-    """
-    counts = [0] * num_stages
-    costs = [0.0] * (num_stages - 1) + [head_layers]
-    for _ in range(num_layers):
-        least = min(range(num_stages), key=lambda stage: (counts[stage] > 0, costs[stage]))
-        counts[least] += 1
-        costs[least] += 1
-    return counts
 
 
 def cut_stage(model: GPT, counts: Sequence[int], stage: int) -> GPT:
@@ -77,11 +65,13 @@ class Pipeline:
         self.num_stages = num_stages
         self.group = group
         self.device = device
-        self.schedule = schedule
+        self.schedule = SCHEDULES[schedule]
         self.hidden = hidden
         self.logits = logits
         self.watched = False  # whether a GPU waits for each slot, so that its times are true
         self.spans: list[Span] = []  # what this rank did in the last step, on the node's clock
+        self._num_tokens = torch.zeros(())  # by which the loss of the step is divided
+        self._runtime: tuple[Any, Any] = (None, None)  # of the last step, and for which micro-batches it is
 
     @property
     def has_last(self) -> bool:
@@ -93,7 +83,11 @@ class Pipeline:
         inputs, targets = (torch.cat([part[index] for part in parts]) for index in (0, 1))  # type: ignore[misc]
         positions = parts[0][2] if parts[0][2] is not None else torch.arange(inputs.shape[1], device=self.device)
         self.spans = []
-        runtime = self._runtime(len(parts), parts[0][0], num_tokens)
+        self._num_tokens = num_tokens
+        shape = len(parts), parts[0][0].shape
+        if self._runtime[1] != shape:
+            self._runtime = self._make_runtime(len(parts), parts[0][0]), shape
+        runtime, _ = self._runtime
         losses: list[Tensor] = []
         tokens = (inputs,) if 0 in self.stages else ()
         target = targets if self.has_last else None
@@ -105,17 +99,18 @@ class Pipeline:
         inputs, targets, positions = part
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=self.device)
-        rank, num_ranks = self.group.rank(), self.group.size()
+        y = inputs
         for stage, module in sorted(self.stages.items()):
-            x = inputs
-            if stage > 0:
-                x = self.hidden(inputs)
-                dist.recv(x, group=self.group, group_src=(rank - 1) % num_ranks)
-            y = module(x, targets if with_targets and stage == self.num_stages - 1 else None, positions)
-            if stage == self.num_stages - 1:
-                return y
-            dist.send(y.contiguous(), group=self.group, group_dst=(rank + 1) % num_ranks)
-        return None
+            if stage > 0 and stage - 1 not in self.stages:
+                y = self.hidden(inputs)
+                dist.recv(y, group=self.group, group_src=self._rank_of(stage - 1))
+            y = module(y, targets if with_targets and stage == self.num_stages - 1 else None, positions)
+            if stage < self.num_stages - 1 and stage + 1 not in self.stages:
+                dist.send(y.contiguous(), group=self.group, group_dst=self._rank_of(stage + 1))
+        return y if self.has_last else None
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of(stage, self.group.size(), self.schedule.v_shaped)
 
     def _watch(self, stage: Any) -> None:
         """Notes when the stage's slots start and end: see `watched`."""
@@ -145,7 +140,7 @@ class Pipeline:
             torch.cuda.synchronize()
         return time.monotonic()
 
-    def _runtime(self, num_micro_batches: int, inputs: Tensor, num_tokens: Tensor) -> Any:
+    def _make_runtime(self, num_micro_batches: int, inputs: Tensor) -> Any:
         """Torch's runtime for so many micro-batches like `inputs`, (B, T/cp)."""
         stages = []
         for number, module in sorted(self.stages.items()):
@@ -160,7 +155,7 @@ class Pipeline:
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             assert last is not None
             model = last.module if isinstance(last, nn.parallel.DistributedDataParallel) else last
-            return model.loss(logits, targets) / num_tokens  # type: ignore[operator]
+            return model.loss(logits, targets) / self._num_tokens  # type: ignore[operator]
 
         runtime = _PipelineScheduleRuntime(
             stages,
@@ -169,7 +164,7 @@ class Pipeline:
             kwargs_chunk_spec={"positions": _Replicate},
             scale_grads=False,  # the loss is divided by the whole batch's token count already
         )
-        orders = SCHEDULES[self.schedule](self.group.size(), num_micro_batches, len(self.stages))
+        orders = self.schedule.orders(self.group.size(), num_micro_batches, len(self.stages))
         actions = {
             rank: [_Action(slot.stage, KINDS[slot.kind], slot.micro_batch) for slot in order]
             for rank, order in enumerate(orders)

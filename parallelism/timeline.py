@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallelism.schedules import Orders, Slot, simulate
+from parallelism.schedules import SCHEDULES
+from parallelism.slots import Orders, Slot, simulate
 
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward costs two forwards
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2"}
@@ -40,17 +41,17 @@ def bubble(spans: Sequence[Span]) -> float:
 
 
 def theoretical_bubble(schedule: str, p: int, m: int, v: int) -> float:
-    """The bubble in closed form, for equal stages, a backward of two forwards and at least p micro-batches.
+    """The bubble in closed form, for equal stages, a backward of two forwards and enough micro-batches.
 
-    Naive: one rank works at a time. GPipe and 1F1B: (p-1)/(m+p-1) (Huang et al. 2019, section 2.3). Interleaved:
-    (p-1)/(vm+p-1) (Narayanan et al. 2021, section 2.2). ZB-H1: each rank idles (p-1)(F+B-W), of m(F+B+W) that it works
-    (Qi et al. 2023, table 1), where B is the backward of inputs.
+    Enough are p, and 2 p for the V-shaped. Naive: one rank works at a time. GPipe and 1F1B: (p-1)/(m+p-1) (Huang et
+    al. 2019, section 2.3). Several stages a rank: (p-1)/(vm+p-1) (Narayanan et al. 2021, section 2.2). With halved
+    backwards each rank idles (p-1)(F+B-W)/v, of m(F+B+W) that it works, where B is the backward of inputs (ZB-H1: Qi et
+    al. 2023, table 1; the others have a stage's part of it, since stages are v times smaller).
     """
     if schedule == "naive":
         return 1 - 1 / p
-    if schedule == "zb_h1":
-        return (p - 1) / (p - 1 + 3 * m)
-    return (p - 1) / (v * m + p - 1)
+    parts = 3 if SCHEDULES[schedule].halves else 1
+    return (p - 1) / (parts * v * m + p - 1)
 
 
 def draw(spans: Sequence[Span], path: Path, title: str) -> None:

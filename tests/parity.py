@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.config import ModelConfig
+from models.flops import head_layers
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
 from parallelism.launch import run_ranks
 from parallelism.layout import CP_METHODS, Layout, ParallelConfig
 from parallelism.mesh import make_mesh, start_process_group
 from parallelism.nd import parallelize
+from parallelism.stages import resolve_stages
 from parallelism.stop import Stop
 from tests.models.presets import model_config
 
@@ -36,6 +38,7 @@ LLAMA = {"mlp": "swiglu", "ffn_dim": 100, "rope_original_context": 16}
 MODELS = {
     "gpt2": model_config("gpt2", **SMALL, vocab_size=65),
     "gpt2_deep": model_config("gpt2", **SMALL | {"layers": 5}, vocab_size=65),  # stages are uneven
+    "llama_deep": model_config("llama3_8b", **SMALL | {"layers": 9}, **LLAMA, kv_heads=6, vocab_size=11),
     "gpt2_even": model_config("gpt2", **SMALL, vocab_size=64),  # shards without padding: for counting
     "gpt2_dropout": model_config("gpt2", **SMALL, vocab_size=65, dropout=0.2),
     "gpt2_untied": model_config("gpt2", **SMALL, vocab_size=11, tie_embeddings=False),
@@ -48,7 +51,7 @@ OPTIMIZERS = {
 }
 
 PARALLEL = ParallelConfig(
-    sequence_parallel=False, reshard=True, cp_method="ring", pp_schedule="1f1b", pp_virtual=1, pp_split=None
+    sequence_parallel=False, reshard=True, cp_method="ring", pp_schedule="1f1b", pp_virtual="auto", pp_split="auto"
 )
 
 
@@ -65,6 +68,8 @@ class Case:
         """The options that are keys of `parallel`, and the others."""
         names = {field.name for field in fields(ParallelConfig)}
         parallel = replace(PARALLEL, **{key: value for key, value in self.options.items() if key in names})
+        config = MODELS[self.model]
+        parallel = resolve_stages(parallel, self.layout, layers=config.layers, head_layers=head_layers(config))
         return parallel, {key: value for key, value in self.options.items() if key not in names}
 
     @property
@@ -85,7 +90,7 @@ def case(
 SP = {"sequence_parallel": True}
 ZERO2 = {"reshard": False}
 BF16 = {"precision": "bf16"}
-INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_virtual": 2}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
 CASES = [
     case(),
     case(micro_batch=5),
@@ -138,13 +143,28 @@ CASES = [
         for schedule in ("naive", "gpipe", "1f1b", "zb_h1")
         for model, micro_batch, pp in (("gpt2", 12, 2), ("llama", 4, 2), ("gpt2_deep", 3, 4))
     ),
-    case("gpt2_deep", 6, pp=2, options=INTERLEAVED),
-    case("gpt2_deep", 6, pp=4, options={"pp_split": [0, 3, 2, 0]}),  # embedding and head alone, as Llama 3 has them
+    *(
+        case(model, micro_batch, pp=pp, options={"pp_schedule": schedule})
+        for schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
+        for model, micro_batch, pp in (("gpt2_deep", 6, 2), ("llama_deep", 3, 4))
+    ),
+    case("llama_deep", 8, pp=2, options={"pp_schedule": "interleaved_zb", "pp_virtual": 4}),
+    case("gpt2_deep", 6, pp=4, options={"pp_split": "llama3"}),
+    case("gpt2_deep", 6, pp=2, options={"pp_split": [1, 4]}),
+    case("gpt2_deep", 4, pp=2, options={"pp_split": [0, 1, 4, 0], "pp_schedule": "zbv"}),
     case("gpt2", 6, pp=2, dp=2),
     case("llama_tied", 3, pp=2, dp=2, dp_shard=2),
     case("gpt2", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "zb_h1"}),
     case("llama", 3, pp=2, dp=2, options={"pp_schedule": "zb_h1"}),
     case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options=INTERLEAVED | ZERO2),
+    case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "interleaved_zb"}),
+    case("llama_deep", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "zbv"}),
+    case("gpt2_deep", 3, pp=2, dp=2, options={"pp_schedule": "zbv"}),
+    case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "dualpipev"}),
+    case("llama_deep", 3, pp=2, dp=2, options={"pp_schedule": "looped_bfs"}),
+    case("llama_deep", 6, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "interleaved_zb", "pp_virtual": 4}),
+    case("gpt2_deep", 6, pp=2, tp=2, options={"pp_schedule": "zbv"}),
+    case("llama_deep", 6, pp=2, cp=2, options={"pp_schedule": "dualpipev"}),
     case("gpt2", 6, pp=2, tp=2),
     case("llama", 6, pp=2, tp=2, options=SP | {"pp_schedule": "zb_h1"}),
     case("llama_tied", 6, pp=2, cp=2),

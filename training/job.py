@@ -10,20 +10,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.micro_batch import BatchShape, split_batch
-from models.flops import num_parameters
+from models.flops import head_layers, num_parameters
 from parallelism.layout import (
     Layout,
     check_gpus,
     check_host_memory,
     check_local_ranks,
     check_model,
-    check_pipeline,
     check_world_size,
     idle_settings,
     resolve_layout,
 )
 from parallelism.ranks import available_bytes, joined, num_gpus
-from parallelism.schedules import SPLIT_BACKWARD
+from parallelism.schedules import SCHEDULES
+from parallelism.stages import check_micro_batches, resolve_stages
 from training.config import Config
 from training.schedule import LearningRate
 
@@ -101,6 +101,9 @@ def settle(config: Config, planning: bool = False) -> Job:
         seq_len=config.batch.seq_len,
         dropout=config.model.dropout,
     )
+    parallel = resolve_stages(
+        config.parallel, layout, layers=config.model.layers, head_layers=head_layers(config.model)
+    )
     batch = split_batch(
         tokens=config.batch.tokens,
         seq_len=config.batch.seq_len,
@@ -109,8 +112,8 @@ def settle(config: Config, planning: bool = False) -> Job:
         shard=layout.dp_shard,
         pp=layout.pp,
     )
-    check_pipeline(layout, config.parallel, layers=config.model.layers, num_micro_batches=batch.num_micro_batches)
-    if config.compile and layout.pp > 1 and config.parallel.pp_schedule in SPLIT_BACKWARD:
+    check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
+    if config.compile and layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves:
         raise ValueError(
             f"compile=true can't be had with parallel.pp_schedule={config.parallel.pp_schedule}, which takes the "
             "backward apart; valid: compile=false or parallel.pp_schedule=1f1b"
@@ -124,6 +127,7 @@ def settle(config: Config, planning: bool = False) -> Job:
         dp_shard=layout.dp_shard,
         device=device,
         precision=precision,
+        parallel=parallel,
         memory=replace(config.memory, micro_batch=batch.micro_batch),
         lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
     )

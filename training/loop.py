@@ -75,7 +75,7 @@ def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> Non
     """Gives the sinks the picture of a pipeline's step; does nothing without one."""
     if spans:
         parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
-        theory = theoretical_bubble(parallel.pp_schedule, p, m, parallel.pp_virtual)
+        theory = theoretical_bubble(parallel.pp_schedule, p, m, len(parallel.pp_split) // p)
         title = (
             f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, "
             f"{theory:.1%} in theory"

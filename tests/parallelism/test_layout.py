@@ -9,7 +9,6 @@ from parallelism.layout import (
     check_gpus,
     check_host_memory,
     check_model,
-    check_pipeline,
     check_world_size,
     node_warning,
     resolve_layout,
@@ -145,26 +144,6 @@ def test_tp_across_nodes_is_warned_of() -> None:
         assert warning is not None
         assert warning.startswith(f"tp={tp} crosses nodes of 8 ranks")
         assert warning.endswith(f"tp={better}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_micro_batches", "message"),
-    [
-        ({"pp_virtual": 3}, 4, r"pp=4 \* parallel.pp_virtual=3 are more stages than model.layers=8; .*pp=2 or .*=1$"),
-        ({"pp_virtual": 2}, 4, r"pp_virtual=2 needs a schedule .*valid: parallel.pp_virtual=1 or .*=interleaved_1f1b$"),
-        (
-            {"pp_virtual": 2, "pp_schedule": "interleaved_1f1b"},
-            6,
-            r"takes pp=4 micro-batches .* cuts 6; valid:",
-        ),
-        ({"pp_split": [4, 4]}, 4, r"pp_split=\[4,4\] has to be 4 numbers .*; valid: parallel.pp_split=\[2,2,2,2\]$"),
-        ({"pp_split": [4, 0, 2, 2]}, 4, r"0 only first and last"),
-        ({"pp_split": [4, 4, 4, 0]}, 4, r"add up to model.layers=8"),
-    ],
-)
-def test_pipelines_that_cannot_be(settings: dict[str, Any], num_micro_batches: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_pipeline(Layout(dp=1, pp=4), replace(PARALLEL, **settings), layers=8, num_micro_batches=num_micro_batches)
 
 
 def test_ranks_that_do_not_fit_the_memory_are_refused() -> None:

@@ -1,0 +1,76 @@
+"""How a model's layers are shared out to the stages of a pipeline, and what its schedule asks for. Imports no torch."""
+
+from dataclasses import replace
+
+from checks import around, divisors
+from parallelism.layout import Layout, ParallelConfig
+from parallelism.schedules import SCHEDULES
+
+
+def split_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[int]:
+    """Layers of each stage, as even as can be when the head costs as much as `head_layers` of them.
+
+    The embedding is counted with what it computes, which is nothing. Every stage has a layer, where there are enough.
+    """
+    counts = [0] * num_stages
+    costs = [0.0] * (num_stages - 1) + [head_layers]
+    for _ in range(num_layers):
+        least = min(range(num_stages), key=lambda stage: (counts[stage] > 0, costs[stage]))
+        counts[least] += 1
+        costs[least] += 1
+    return counts
+
+
+def resolve_stages(parallel: ParallelConfig, layout: Layout, *, layers: int, head_layers: float) -> ParallelConfig:
+    """With pp_virtual as a number, and in pp_split the layers of each of the pp * pp_virtual stages.
+
+    ValueError: the schedule can't have so many stages a rank, or the layers can't be split so.
+    """
+    if layout.pp == 1:
+        return replace(parallel, pp_virtual=1, pp_split=[layers])
+    schedule = SCHEDULES[parallel.pp_schedule]
+    virtual = schedule.usual_stages if isinstance(parallel.pp_virtual, str) else parallel.pp_virtual
+    if not schedule.allows(virtual):
+        usual = schedule.usual_stages
+        others = [name for name, other in SCHEDULES.items() if other.allows(virtual) and other.most_stages != 1]
+        raise ValueError(
+            f"parallel.pp_virtual={virtual} is not for parallel.pp_schedule={parallel.pp_schedule}, which has {usual} "
+            f"stages a rank; valid: parallel.pp_virtual={usual}"
+            + (f", or parallel.pp_schedule={others[0]}" if others else ", or parallel.pp_schedule=1f1b")
+        )
+    num_stages = layout.pp * virtual
+    split = parallel.pp_split
+    alone = 2 if split == "llama3" else 0  # stages without a layer: the embedding and the head
+    if not isinstance(split, list):
+        if num_stages > layers + alone:
+            fewer = (layers + alone) // virtual
+            raise ValueError(
+                f"pp={layout.pp} * parallel.pp_virtual={virtual} are more stages than model.layers={layers}"
+                + (f" and {alone} without a layer" if alone else "")
+                + f"; nearest valid: pp={fewer}"
+                + (" or parallel.pp_virtual=1" if schedule.allows(1) and virtual > 1 and layout.pp <= layers else "")
+            )
+        split = (
+            [0, *split_layers(layers, num_stages - 2), 0] if alone else split_layers(layers, num_stages, head_layers)
+        )
+    elif len(split) != num_stages or sum(split) != layers or min(split) < 0 or 0 in split[1:-1]:
+        raise ValueError(
+            f"parallel.pp_split={split} has to be {num_stages} numbers of layers that add up to model.layers={layers}, "
+            f"0 only first and last; valid: parallel.pp_split={split_layers(layers, num_stages)}".replace(", ", ",")
+        )
+    return replace(parallel, pp_virtual=virtual, pp_split=split)
+
+
+def check_micro_batches(layout: Layout, parallel: ParallelConfig, *, per_rank: int, micro_batch: int) -> None:
+    """ValueError where a schedule can't run the micro-batches into which a rank's sequences are cut."""
+    num_micro_batches = per_rank // micro_batch
+    in_rounds = SCHEDULES[parallel.pp_schedule].rounds and parallel.pp_virtual != 1
+    if layout.pp == 1 or not in_rounds or num_micro_batches % layout.pp == 0:
+        return
+    sizes = [size for size in divisors(per_rank) if per_rank // size % layout.pp == 0]
+    smaller = f"memory.micro_batch={around(micro_batch, sizes)}, or " if sizes else ""
+    raise ValueError(
+        f"parallel.pp_schedule={parallel.pp_schedule} takes pp={layout.pp} micro-batches at a time, and "
+        f"memory.micro_batch={micro_batch} cuts a rank's {per_rank} sequences into {num_micro_batches}; "
+        f"valid: {smaller}parallel.pp_schedule=looped_bfs, which takes any number"
+    )
