@@ -46,7 +46,7 @@ def show_timeline(job: Job) -> None:
     title = f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {virtual} stages a rank; bubble {share:.1%}"
     draw(spans, PICTURE, title)
     print(f"{title}, so {1 - share:.1%} use")
-    print("micro-batches in flight on each rank:", *map(in_flight, orders))
+    print("forwards in flight on each rank:", *map(in_flight, orders))
     print(f"drawn in {PICTURE}")
 
 

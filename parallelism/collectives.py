@@ -62,8 +62,8 @@ def exchange(x: Tensor, group: ProcessGroup, *, to: int, source: int) -> Callabl
     )
 
     def arrive() -> Tensor:
-        for work in works:
-            work.wait()
+        while works:  # each holds the tensor that it moved, and is not to outlive it
+            works.pop().wait()
         return arriving
 
     return arrive

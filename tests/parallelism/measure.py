@@ -38,7 +38,7 @@ SCATTERED: dict[str, Callable[[list[int], int], int]] = {
 
 
 def measure(stop: Stop, case: Case, out: Path) -> int:
-    """One rank: two steps, the second of them watched; rank 0 writes what it saw."""
+    """One rank: two steps and an evaluation; rank 0 writes what it saw of the second step and the evaluation."""
     device = start_process_group("cpu", timeout_minutes=1)
     with torch.device("meta"):
         whole = GPT(MODELS[case.model])
@@ -51,7 +51,11 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         model.step(own_micro_batches(case, model, 1))
     optimizer.step()
-    results = {**traffic(seen, case.layout.tp), **held_bytes(model.parameters(), optimizer)}
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen_in_evaluation:
+        model.evaluate(own_micro_batches(case, model, 1))
+    num_ranks = case.layout.tp if case.layout.tp > 1 else case.layout.cp
+    results = {**traffic(seen, num_ranks), **held_bytes(model.parameters(), optimizer)}
+    results |= {f"{kind}_in_evaluation": total for kind, total in traffic(seen_in_evaluation, num_ranks).items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -61,15 +65,18 @@ def measure(stop: Stop, case: Case, out: Path) -> int:
 def traffic(seen: profile, num_ranks: int) -> dict[str, int]:
     """Elements that collectives of each kind have worked on: of the whole tensor, not of a rank's part of it.
 
-    `num_ranks`: on the axis of functional gathers, those of tp. Single numbers (token counts, losses) are left out.
+    `num_ranks`: on the axis of functional gathers, those of tp or cp. Single numbers (token counts, losses) are left
+    out. What one rank sends to another is `sent` there and `received` here.
     """
-    totals = {"gathered": 0, "scattered": 0, "reduced": 0}
+    totals = {"gathered": 0, "scattered": 0, "reduced": 0, "sent": 0, "received": 0}
     for event in seen.events() or []:
         sizes = [torch.Size(shape).numel() for shape in event.input_shapes]
         if event.name in GATHERED:
             totals["gathered"] += GATHERED[event.name](sizes, num_ranks)
         elif event.name in SCATTERED:
             totals["scattered"] += SCATTERED[event.name](sizes, num_ranks)
+        elif event.name in ("gloo:send", "gloo:recv"):
+            totals["sent" if event.name == "gloo:send" else "received"] += sizes[0]
         elif event.name == "gloo:all_reduce" and sizes[0] > 1:
             totals["reduced"] += sizes[0]
         if event.name == "c10d::_reduce_scatter_base_":  # which gloo runs as an all-reduce
