@@ -92,7 +92,7 @@ class Pipeline:
         tokens = (inputs,) if 0 in self.stages else ()
         target = targets if self.has_last else None
         runtime.step(*tokens, positions=positions, target=target, losses=losses, return_outputs=False)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     def forward(self, part: Part, with_targets: bool) -> Tensor | None:
         """One micro-batch, without gradients: the summed loss, or logits, where the last stage is, else None."""

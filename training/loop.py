@@ -10,8 +10,9 @@ import torch
 from data.corpus import Corpus
 from data.stream import rank_batch
 from parallelism.distributed_model import DistributedModel, MicroBatch
+from parallelism.schedules import SCHEDULES
 from parallelism.stop import Stop
-from parallelism.timeline import Span, bubble, draw, theoretical_bubble
+from parallelism.timeline import Span, bubble, draw, on_paper
 from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
@@ -74,12 +75,9 @@ def train(
 def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
     """Gives the sinks the picture of a pipeline's step; does nothing without one."""
     if spans:
-        parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
-        theory = theoretical_bubble(parallel.pp_schedule, p, m, len(parallel.pp_split) // p)
-        title = (
-            f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, "
-            f"{theory:.1%} in theory"
-        )
+        name, p, m = job.config.parallel.pp_schedule, job.layout.pp, job.batch.num_micro_batches
+        theory = bubble(on_paper(SCHEDULES[name].orders(p, m, len(job.config.parallel.pp_split) // p)))
+        title = f"{name}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, {theory:.1%} in theory"
         for sink in sinks:
             sink.picture("timeline", title, lambda path: draw(spans, path, title))
 
