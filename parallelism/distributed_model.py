@@ -35,7 +35,7 @@ class DistributedModel:
         mesh: Mesh,
         device: torch.device,
         parallel: ParallelConfig,
-        partial_gradients: list[nn.Parameter],
+        replicated: dict[nn.Parameter, float],
         bf16: bool,
         hidden_dtype: torch.dtype,
     ) -> None:
@@ -46,7 +46,7 @@ class DistributedModel:
         self._place = mesh.layout.place(dist.get_rank())
         self._device = device
         self._parallel = parallel
-        self._partial = partial_gradients
+        self._replicated = replicated  # over tp, with the weight of each rank's gradient in the sum of all
         self._bf16 = bf16
         self._pipeline = None
         if self._layout.pp > 1:
@@ -101,7 +101,7 @@ class DistributedModel:
             with self._autocast():
                 loss = self._from_last_stage(self._pipeline.step(parts, num_tokens))
             self._add_tied_gradients()
-        self._add_partial_gradients()
+        self._add_replicated_gradients()
         return self._sum_over_data(loss)
 
     def _accumulate(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
@@ -225,13 +225,14 @@ class DistributedModel:
                 trained.set_reshard_after_backward(last)
         yield
 
-    def _add_partial_gradients(self) -> None:
-        """Adds up, over tp and in one go, the gradients of which each rank has a part: see `apply_tp`."""
-        if self._partial:
-            shards = [parameter.grad.to_local() for parameter in self._partial]  # type: ignore[union-attr]
-            whole = all_reduce(torch.cat([shard.flatten() for shard in shards]), self._mesh.weights["tp"].get_group())
-            for shard, part in zip(shards, whole.split([shard.numel() for shard in shards])):
-                shard.copy_(part.view_as(shard))
+    def _add_replicated_gradients(self) -> None:
+        """Adds up over tp, in one go, the gradients of parameters that each of its ranks has: see `apply_tp`."""
+        if self._replicated:
+            shards = [parameter.grad.to_local() for parameter in self._replicated]  # type: ignore[union-attr]
+            parts = [shard.flatten() * weight for shard, weight in zip(shards, self._replicated.values())]
+            whole = all_reduce(torch.cat(parts), self._mesh.weights["tp"].get_group())
+            for shard, total in zip(shards, whole.split([shard.numel() for shard in shards])):
+                shard.copy_(total.view_as(shard))
 
     def _tied_ends(self) -> list[tuple[str, nn.Parameter]]:
         """Of the token embedding and the head, if they are one parameter that two stages hold, those of this rank."""

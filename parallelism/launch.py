@@ -130,7 +130,7 @@ def _join(work: Work, *args: Any) -> int:
         return work(stop, *args)
     except Exception:
         if _first_to_fail():
-            print(f"rank {ranks.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            print(f"rank {ranks.rank} failed:\n{_with_advice(traceback.format_exc())}", file=sys.stderr, flush=True)
         return FAILED
 
 
@@ -153,4 +153,11 @@ def _share_cores(num_ranks: int) -> None:
 def _reason(failure: ProcessFailure) -> str:
     """The traceback of a rank that raised, or how a rank ended that could not."""
     message: Any = failure.message  # torch calls it a str, but it is what the rank's error file holds
-    return str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message).rstrip()
+    return _with_advice(str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message))
+
+
+def _with_advice(report: str) -> str:
+    """A traceback; where it is a collective's that gave up, with the key that says when, and whom to look at."""
+    waited = "Timed out waiting" in report  # gloo's words
+    advice = "\nIt waited for another rank, which hangs or needs longer than cluster.timeout_minutes."
+    return report.rstrip() + (advice if waited else "")

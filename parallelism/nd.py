@@ -49,11 +49,11 @@ def parallelize(
     bf16 = precision == "bf16"
     stages: dict[int, GPT] = {}
     trained: dict[int, nn.Module] = {}
-    partial_gradients: list[nn.Parameter] = []
+    replicated: dict[nn.Parameter, float] = {}
     for number, stage in own_stages(model, layout, parallel).items():
-        partial_names: list[str] = []
+        partial: dict[str, bool] = {}
         if layout.tp > 1:
-            partial_names = apply_tp(stage, weights["tp"], sequence_parallel=parallel.sequence_parallel)
+            partial = apply_tp(stage, weights["tp"], sequence_parallel=parallel.sequence_parallel)
         if layout.cp > 1:
             apply_cp(stage, mesh.cp, method=parallel.cp_method)
         if compile:
@@ -65,9 +65,13 @@ def parallelize(
         materialise(stage, device, seed)
         stages[number] = stage
         trained[number] = apply_dp(stage, weights["replicas"]) if replicas > 1 and not sharded else stage
-        partial_gradients += [parameter for name, parameter in stage.named_parameters() if name in partial_names]
+        for name, parameter in stage.named_parameters():
+            # A gradient that all ranks of tp have is no longer bitwise the same on each once data parallel ranks have
+            # added it up, in an order that follows from their buffers' sizes. Lest copies drift apart it is averaged.
+            if partial.get(name) or (name in partial and layout.dp * layout.cp > 1):
+                replicated[parameter] = 1 if partial[name] else 1 / layout.tp
     hidden_dtype = torch.bfloat16 if bf16 and sharded else torch.float32
-    return DistributedModel(stages, trained, mesh, device, parallel, partial_gradients, bf16, hidden_dtype)
+    return DistributedModel(stages, trained, mesh, device, parallel, replicated, bf16, hidden_dtype)
 
 
 def own_stages(model: GPT, layout: Layout, parallel: ParallelConfig) -> dict[int, GPT]:

@@ -68,11 +68,12 @@ class Region:
         return nn.Parameter(distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=None))
 
 
-def apply_tp(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> list[str]:
+def apply_tp(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> dict[str, bool]:
     """Splits the model, in place, over a mesh of one axis whose size divides the number of heads.
 
-    Returns the names of the parameters whose gradients, after backward, are partial sums that have still to be added
-    over the axis: replicated ones of modules that say so (`partial`), since each rank works with other tokens or rows.
+    Returns the names of the replicated parameters, and whether each rank's gradient of them, after backward, is a
+    partial sum that has still to be added over the axis: in modules that say so (`partial`), since each rank works with
+    other tokens or rows. In the others all ranks have the same gradient.
     """
     region = Region(mesh, sequence_parallel)
     for block in model.blocks.values():
@@ -88,13 +89,12 @@ def apply_tp(model: GPT, mesh: DeviceMesh, *, sequence_parallel: bool = False) -
         model.head = ColumnLinear(model.head, region)
         model.loss = VocabularyLoss(region.group, model.config.vocab_size)
     model.tie_weights()
-    return [
-        f"{prefix}.{name}"
+    return {
+        f"{prefix}.{name}": getattr(module, "partial", False)
         for prefix, module in model.named_modules()
-        if getattr(module, "partial", False)
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
-    ]
+    }
 
 
 def _split_block(block: Block, region: Region, config: ModelConfig) -> None:

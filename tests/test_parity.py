@@ -1,5 +1,6 @@
 """CONTRACT for every layout: the losses, norms, gradients and weights of one rank. The table is in tests/parity.py."""
 
+import os
 import subprocess
 import sys
 from functools import cache
@@ -10,22 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import CASES, DROPPING, MODELS, Case
 from tests.cli import ROOT
-from tests.parity import CASES, DROPPING, MODELS, OPTIMIZERS, Case, plain_run
+from tests.parity import OPTIMIZERS, plain_run
+from tests.products import random_products
+
+PRODUCTS_SEED = int(os.environ["PRODUCTS_SEED"])  # see conftest.py
 
 
 @pytest.fixture(scope="session")
 def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function: the folder in which that many ranks have left the results of all their cases."""
+    """A function: the folder in which that many ranks have left the results of all their cases, or random products."""
 
     @cache
-    def run(num_ranks: int) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    def run(num_ranks: int, *seed: int) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder)]
+        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder), *map(str, seed)]
         return folder, subprocess.run(command, cwd=ROOT, timeout=600, capture_output=True, text=True)
 
-    def results(num_ranks: int) -> Path:
-        folder, done = run(num_ranks)
+    def results(num_ranks: int, *seed: int) -> Path:
+        folder, done = run(num_ranks, *seed)
         assert done.returncode == 0, done.stderr
         return folder
 
@@ -35,7 +40,19 @@ def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equal_to_one_rank(case: Case, optimizer: str, results_of_ranks: Any) -> None:
-    found = torch.load(results_of_ranks(case.layout.world_size) / f"{case.name}.pt")[optimizer]
+    assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", random_products(PRODUCTS_SEED), ids=lambda case: f"{PRODUCTS_SEED}-{case.name}")
+def test_random_products_are_equal_to_one_rank(case: Case, results_of_ranks: Any) -> None:
+    for optimizer in OPTIMIZERS:
+        assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size, PRODUCTS_SEED))
+
+
+def assert_equal_to_one_rank(case: Case, optimizer: str, folder: Path) -> None:
+    """CONTRACT 3, and a little more: the logits that sampling sees, and the weights after the steps."""
+    found = torch.load(folder / f"{case.name}.pt")[optimizer]
     expected = plain_run_of(case.model, optimizer)
     if case.options.get("precision") == "bf16":
         assert_near_in_bf16(found, expected)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from models.gpt import GPT
+from tests.cases import MODELS, SEQUENCES
 from tests.cli import ROOT
-from tests.parity import MODELS, SEQUENCES
 
 Measure: TypeAlias = Callable[..., dict[str, int]]
 

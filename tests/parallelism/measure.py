@@ -23,7 +23,8 @@ from parallelism.layout import Layout
 from parallelism.mesh import make_mesh, start_process_group
 from parallelism.nd import parallelize
 from parallelism.stop import Stop
-from tests.parity import MODELS, SEED, Case, own_micro_batches
+from tests.cases import MODELS, Case
+from tests.parity import SEED, own_micro_batches
 
 # Each collective under the names that torch gives it, and how to read the elements of the whole tensor off its inputs.
 # An all-to-all whose parts are then added is a reduce-scatter.

@@ -20,10 +20,11 @@ from parallelism.layout import Layout
 from parallelism.mesh import make_mesh, start_process_group
 from parallelism.nd import parallelize
 from parallelism.stop import Stop
+from tests.cases import MODELS, SEQUENCES, Case
+from tests.cases import SEQ_LEN as PARITY_SEQ_LEN
 from tests.cli import ROOT
 from tests.parallelism.conftest import Measure
-from tests.parity import MODELS, SEQUENCES, Case, own_micro_batches
-from tests.parity import SEQ_LEN as PARITY_SEQ_LEN
+from tests.parity import own_micro_batches
 
 HEADS, KV_HEADS, SEQ_LEN = 8, (8, 2, 1), 16
 

@@ -13,7 +13,7 @@ from parallelism.layout import (
     node_warning,
     resolve_layout,
 )
-from tests.parity import PARALLEL
+from tests.cases import PARALLEL
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (1, 1), (8, 8)])

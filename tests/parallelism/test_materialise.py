@@ -23,8 +23,8 @@ def build(stop: Stop, dp: int, dp_shard: int, tp: int, out: Path) -> int:
     from parallelism.layout import Layout
     from parallelism.mesh import make_mesh, start_process_group
     from parallelism.nd import parallelize
+    from tests.cases import PARALLEL
     from tests.models.presets import model_config
-    from tests.parity import PARALLEL
 
     device = start_process_group("cpu", timeout_minutes=1)
     mesh = make_mesh(Layout(dp=dp, dp_shard=dp_shard, tp=tp), device, 1)

@@ -9,8 +9,8 @@ from models.flops import head_layers
 from parallelism.layout import Layout, ParallelConfig
 from parallelism.schedules import SCHEDULES
 from parallelism.stages import check_micro_batches, resolve_stages, split_layers
+from tests.cases import PARALLEL
 from tests.models.presets import model_config
-from tests.parity import PARALLEL
 
 PP4 = Layout(dp=1, pp=4)
 

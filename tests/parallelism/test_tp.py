@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.cases import MODELS, SEQ_LEN, SEQUENCES
 from tests.parallelism.conftest import Measure, num_parameters
-from tests.parity import MODELS, SEQ_LEN, SEQUENCES
 
 ACTIVATIONS = SEQUENCES * SEQ_LEN * 48  # (B, T, C)
 LAYERS = 2

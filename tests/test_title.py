@@ -1,0 +1,76 @@
+"""The command of the README's first page: tensor times pipeline parallel, with the losses of one rank."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import ROOT
+
+TITLE = ["train.steps=3", "device=cpu", "precision=fp32", "logger=none"]
+
+
+def train(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+    """Starts the default model on a layout."""
+    command = [sys.executable, str(ROOT / "train.py"), *TITLE, *overrides, f"hydra.run.dir={folder}"]
+    log = (folder.parent / f"{folder.name}.log").open("wb")
+    return subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=log, start_new_session=True)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What the run has recorded."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_numbers(folder: Path, one_rank: Path) -> None:
+    """CONTRACT 3."""
+    found, expected = lines(folder), lines(one_rank)
+    assert len(found) == len(expected) == 4  # three steps and the evaluation
+    for line, wanted in zip(found, expected):
+        names = {"eval_loss": 1e-5} if "eval_loss" in wanted else {"loss": 1e-5, "grad_norm": 1e-4}
+        for name, within in names.items():
+            assert line[name] == pytest.approx(wanted[name], rel=within), (name, line["step"])
+
+
+def test_the_title_command_on_sixteen_ranks(tmp_path: Path) -> None:
+    quick = ["data=synthetic", "train.eval_tokens=2048", "train.sample_tokens=0"]
+    assert train(tmp_path / "one", "parallel=dp", *quick).wait(timeout=120) == 0
+    process = train(tmp_path / "nd", "parallel=nd", "tp=4", "pp=4", *quick)
+    assert process.wait(timeout=240) == 0, (tmp_path / "nd.log").read_text()
+    assert_same_numbers(tmp_path / "nd", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_the_title_command(tmp_path: Path) -> None:
+    """128 ranks on two cores: within four minutes, and in less than 12 GiB for all of them together."""
+    assert train(tmp_path / "one", "parallel=dp").wait(timeout=300) == 0
+    began = time.monotonic()
+    process = train(tmp_path / "nd", "parallel=nd", "tp=8", "pp=16")
+    most = 0
+    while process.poll() is None:
+        time.sleep(5)
+        most = max(most, proportional_set_size(process.pid))
+    seconds = time.monotonic() - began
+    assert process.returncode == 0, (tmp_path / "nd.log").read_text()
+    assert_same_numbers(tmp_path / "nd", tmp_path / "one")
+    print(f"{seconds:.0f} s, {most / 2**30:.2f} GiB")
+    assert seconds < 240
+    assert 2**30 < most < 12 * 2**30
+
+
+def proportional_set_size(session: int) -> int:
+    """Bytes of all processes of a session, those that several share divided among them."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session:
+                rollup = (folder / "smaps_rollup").read_text()
+                total += 1024 * int(rollup.split("\nPss:")[1].split()[0])
+        except (OSError, IndexError):  # it has ended
+            continue
+    return total
