@@ -45,18 +45,21 @@ def interleaved_zb(p: int, m: int, v: int) -> Orders:
 
 
 def _greedy(p: int, m: int, v: int, forward_order: dict[tuple[int, int], int]) -> tuple[Orders, int]:
-    """The orders, and when they end, if each slot takes 1; `forward_order` of (micro-batch, chunk), the least first."""
+    """The orders, and when they end, if F, I and W take 1 each; `forward_order` of (micro-batch, chunk), least first.
+
+    The first stage has its backward whole, since no rank waits for the gradient of its inputs.
+    """
     limit = 2 * (p - 1) + (v - 1) * p + 1
     stages = [stages_of(rank, p, v) for rank in range(p)]
     orders: Orders = [[] for _ in range(p)]
-    held, ends = [0] * p, dict[Slot, float]()
-    done = {(stage, kind): 0 for stage in range(p * v) for kind in "FIW"}
+    held, free, ends = [0] * p, [0] * p, dict[Slot, float]()
+    done = {(stage, kind): 0 for stage in range(p * v) for kind in "FBIW"}
 
     def choose(rank: int, now: int) -> Slot | None:
         choices = []
         for chunk, stage in enumerate(stages[rank]):
             room = limit - (v - 1 - chunk)  # a forward must leave room for those after it, or none would come back
-            for urgency, kind in enumerate("IFW"):
+            for kind, urgency in {"F": 1, "B": 2}.items() if stage == 0 else {"I": 0, "F": 1, "W": 2}.items():
                 k = done[stage, kind]
                 if k == m or (kind == "F" and held[rank] >= room):
                     continue
@@ -67,15 +70,16 @@ def _greedy(p: int, m: int, v: int, forward_order: dict[tuple[int, int], int]) -
         return min(choices, key=lambda choice: choice[:3])[-1] if choices else None
 
     now = 0
-    while len(ends) < 3 * m * p * v:
-        for rank, slot in enumerate([choose(rank, now) for rank in range(p)]):
+    while len(ends) < m * (3 * p * v - 1):
+        chosen = [choose(rank, now) if free[rank] <= now else None for rank in range(p)]
+        for rank, slot in enumerate(chosen):
             if slot is not None:
                 orders[rank].append(slot)
-                ends[slot] = now + 1
+                ends[slot] = free[rank] = now + (2 if slot.kind == "B" else 1)
                 done[slot.stage, slot.kind] += 1
-                held[rank] += {"F": 1, "I": 0, "W": -1}[slot.kind]
+                held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[slot.kind]
         now += 1
-    return orders, now
+    return orders, max(free)
 
 
 def zbv(p: int, m: int, v: int) -> Orders:
