@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import layouts, learning, overhead, start
+from benchmarks import layouts, learning, overhead, pipeline, start
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,19 @@ def test_the_trainer_holds_at_most_five_percent_more() -> None:
         ("parallel=fsdp dp=2", 0.85),
         ("parallel=tp", 0.75),
         ("parallel=tp parallel.sequence_parallel=true", 0.70),
+        ("parallel=pp", 0.75),
+        ("parallel=pp, interleaved", 0.80),
+        ("parallel=cp", 0.90),
+        ("parallel=cp parallel.cp_method=ulysses", 0.80),
+        ("parallel=cp parallel.cp_method=allgather", 0.80),
     ],
 )
 def test_two_ranks_are_as_fast_as_two_threads_or_nearly(name: str, least: float) -> None:
     _, _, ratio = layouts.measure(name, num_pairs=11)
     assert ratio >= least
+
+
+def test_every_schedule_has_the_bubble_of_theory_or_nearly() -> None:
+    """Theory has no communication: a slot of 30 ms then waits for a message of about one."""
+    for name, (measured, theory) in pipeline.measure(num_ranks=4, num_micro_batches=8).items():
+        assert theory - 0.005 < measured < theory + 0.03, name
