@@ -83,12 +83,12 @@ def run_schedules(stop: Any, num_micro_batches: int, out: Path) -> int:
             hidden=lambda x: torch.empty(*x.shape, 1),
             logits=lambda x: torch.empty(*x.shape, 1, device="meta"),
         )
+        pipeline.clock.running = True
         bubbles = []
         for _ in range(1 + STEPS):
-            dist.barrier()
             pipeline.step([(tokens, tokens, None)] * num_micro_batches, torch.ones(()))
             by_rank: list[list[Span]] = [[]] * group.size()
-            dist.all_gather_object(by_rank, pipeline.spans)
+            dist.all_gather_object(by_rank, pipeline.clock.spans(dist.get_rank()))
             bubbles.append(bubble([span for spans in by_rank for span in spans]))
         found[name] = statistics.median(bubbles[1:])  # the first step also makes connections
     if dist.get_rank() == 0:

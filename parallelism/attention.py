@@ -35,6 +35,7 @@ def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What this piece adds to the gradients of q, k and v; out and lse are those of the whole."""
+    lse = lse.contiguous()  # CUDA's kernel reads it as if it were, and says nothing
     if q.is_cuda:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # without dropout no random state is read
         return aten._scaled_dot_product_flash_attention_backward(
@@ -47,7 +48,6 @@ class Merged:
     """The output of a query's pieces so far, in at least float32."""
 
     def __init__(self, q: Tensor) -> None:
-        self.dtype = q.dtype
         exact = torch.promote_types(q.dtype, torch.float32)
         self.out = torch.zeros_like(q, dtype=exact)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)

@@ -85,16 +85,19 @@ class Ring(Function):
         dq = torch.zeros_like(q, dtype=exact)
         here = torch.stack((k, v))
         # The gradient of a block follows it round the ring, one step behind, and comes home after the last.
-        collected = torch.zeros_like(here, dtype=exact)
+        collected, collecting = torch.zeros_like(here, dtype=exact), None
         for step in range(num_ranks):
             arriving = pass_on(here, group) if step < num_ranks - 1 else None
             piece = ring_piece(group, step, q.shape[TIME])
             parts = piece_backward(piece, gradient, q, here[0], here[1], out, lse)
             dq[:, :, piece.queries] += parts[0]
+            if collecting:
+                collected = collecting()
             collected[:, :, :, piece.keys] += torch.stack(parts[1:])
-            collected = pass_on(collected, group)()
+            collecting = pass_on(collected, group)  # while the next piece is worked on
             here = arriving() if arriving else here
-        dk, dv = collected.to(k.dtype)
+        assert collecting is not None
+        dk, dv = collecting().to(k.dtype)
         return dq.to(q.dtype), dk, dv, None
 
 
@@ -140,8 +143,7 @@ class AllGather(Function):
             parts = piece_backward(piece, gradient, q, whole[0], whole[1], out, lse)
             dq[:, :, piece.queries] += parts[0]
             collected[:, :, :, piece.keys] += torch.stack(parts[1:])
-        order = placement(whole.shape[TIME + 1], ctx.group.size(), "allgather").to(q.device)
-        dk, dv = reduce_scatter(collected.index_select(TIME + 1, order), TIME + 1, ctx.group).to(k.dtype)
+        dk, dv = reduce_scatter(by_rank(collected, ctx.group.size()), TIME + 1, ctx.group).to(k.dtype)
         return dq.to(q.dtype), dk, dv, None
 
 
@@ -158,14 +160,15 @@ def gathered_pieces(group: ProcessGroup, num_tokens: int) -> list[Piece]:
 
 def gather_in_order(block: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tokens, (2, B, K, t, D) to (2, B, K, T, D), in the order of the sequence."""
-    gathered = all_gather(block, TIME + 1, group)
-    order = placement(gathered.shape[TIME + 1], group.size(), "allgather").to(block.device)
-    return gathered.index_select(TIME + 1, order.argsort())
+    chunks = all_gather(block, TIME + 1, group).chunk(2 * group.size(), TIME + 1)  # each rank's early and late one
+    return torch.cat((*chunks[::2], *reversed(chunks[1::2])), TIME + 1)
 
 
-def placement(seq_len: int, num_ranks: int, method: str) -> Tensor:
-    """The positions of rank 0's tokens, then of rank 1's, and so on: (T,) int64."""
-    return torch.cat([own_positions(seq_len, rank, num_ranks, method) for rank in range(num_ranks)])
+def by_rank(whole: Tensor, num_ranks: int) -> Tensor:
+    """The reverse: (2, B, K, T, D), with the two chunks of each rank beside each other."""
+    chunks = whole.chunk(2 * num_ranks, TIME + 1)
+    pairs = zip(chunks[:num_ranks], reversed(chunks[num_ranks:]))
+    return torch.cat([chunk for pair in pairs for chunk in pair], TIME + 1)
 
 
 def piece_backward(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -81,7 +82,7 @@ class DistributedModel:
     @property
     def dropout_part(self) -> int:
         """Ranks with the same number have to drop the same: those that hold the same activations."""
-        part = self.data_part[0] * self._layout.cp + self._place["cp"]
+        part = (self.data_part[0] * self._layout.cp + self._place["cp"]) * self._layout.pp + self._place["pp"]
         return part * self._layout.tp + self._place["tp"] if self._parallel.sequence_parallel else part
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -120,11 +121,9 @@ class DistributedModel:
         """The loss in nats per valid token over all ranks' micro-batches, without dropout."""
         with self._inference():
             sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss and valid tokens
-            for micro_batch in micro_batches:
-                part = self._own_tokens(*micro_batch)
-                loss = self._forward(part, with_targets=True)
-                if loss is not None:
-                    sums += torch.stack((loss.double(), (part[1] != IGNORED).sum().double()))
+            parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
+            for loss, (_, targets, _) in zip(self._forward(parts, with_targets=True), parts):
+                sums += torch.stack((loss.double(), (targets != IGNORED).sum().double()))
         total, count = self._sum_over_data(self._from_last_stage(sums)).tolist()
         return total / count
 
@@ -138,11 +137,11 @@ class DistributedModel:
         positions = part[2] if part[2] is not None else torch.arange(tokens.shape[1], device=self._device)
         # Lengths vary here, and each new one would be compiled.
         with self._inference(), torch.compiler.set_stance("force_eager"):
-            logits = self._forward(part, with_targets=False)
-        if logits is None:
+            logits = self._forward([part], with_targets=False)
+        if not logits:
             vocab_size = next(iter(self.stages.values())).config.vocab_size
             return self._from_last_stage(torch.zeros(len(tokens), vocab_size, device=self._device))
-        found = logits[:, positions == last].sum(1).float()  # (B, V); of cp's ranks one has it, the others add zero
+        found = logits[0][:, positions == last].sum(1).float()  # (B, V); of cp's ranks one has it, the others add zero
         loss = self.stages[max(self.stages)].loss
         if isinstance(loss, VocabularyLoss):
             found = loss.gather(found)
@@ -150,12 +149,11 @@ class DistributedModel:
             dist.all_reduce(found, group=self._mesh.cp.get_group())
         return self._from_last_stage(found.contiguous())
 
-    def _forward(self, part: Part, with_targets: bool) -> Tensor | None:
-        """The summed loss of a micro-batch, or its logits; None on a rank without the last stage."""
+    def _forward(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
+        """The summed loss of each micro-batch, or its logits; none on a rank without the last stage."""
         if self._pipeline is not None:
-            return self._pipeline.forward(part, with_targets)
-        inputs, targets, positions = part
-        return self.stages[0](inputs, targets if with_targets else None, positions)
+            return self._pipeline.forward(parts, with_targets)
+        return [self.stages[0](x, targets if with_targets else None, positions) for x, targets, positions in parts]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
@@ -175,14 +173,18 @@ class DistributedModel:
         """This rank's part of the sequences (B, T), and where it stands in them; all of it without cp."""
         if self._layout.cp == 1:
             return inputs, targets, None
-        positions = own_positions(inputs.shape[1], self._place["cp"], self._layout.cp, self._parallel.cp_method)
-        positions = positions.to(inputs.device)
+        positions = self._own_positions(inputs.shape[1])
         return inputs[:, positions], targets[:, positions], positions
 
+    @cache  # noqa: B019  (a model lives as long as its process)
+    def _own_positions(self, seq_len: int) -> Tensor:
+        method = self._parallel.cp_method
+        return own_positions(seq_len, self._place["cp"], self._layout.cp, method).to(self._device)
+
     def watch(self, watched: bool) -> None:
-        """Whether the next steps are to be timed for `timeline`, which on GPUs makes them slower."""
+        """Whether the next steps are to be timed for `timeline`."""
         if self._pipeline is not None:
-            self._pipeline.watched = watched
+            self._pipeline.clock.running = watched
 
     def timeline(self) -> list[Span]:
         """What the ranks of rank 0's pipeline did in the last step, in rank 0; empty elsewhere and without pp."""
@@ -190,7 +192,7 @@ class DistributedModel:
             return []
         spans: list[list[Span]] = [[]] * dist.get_world_size()
         first = all(self._place[axis] == 0 for axis in ("replicate", "shard", "cp", "tp"))
-        mine = self._pipeline.spans if first else []
+        mine = self._pipeline.clock.spans(self._place["pp"]) if first else []
         dist.gather_object(mine, spans if dist.get_rank() == 0 else None)
         return [span for rank in spans for span in rank]
 

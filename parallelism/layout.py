@@ -151,6 +151,16 @@ def check_model(
         )
 
 
+def check_cuda_pieces(layout: Layout, parallel: ParallelConfig, *, precision: str, head_dim: int) -> None:
+    """ValueError where CUDA's flash kernel, which gives the log-sum-exp that ring and allgather need, can't run."""
+    if layout.cp > 1 and parallel.cp_method != "ulysses" and (precision != "bf16" or head_dim % 8):
+        raise ValueError(
+            f"parallel.cp_method={parallel.cp_method} on GPUs needs precision=bf16 and heads whose width divides by 8, "
+            f"not precision={precision} and width {head_dim}; valid: precision=bf16 model.head_dim=64, or "
+            "parallel.cp_method=ulysses"
+        )
+
+
 def _check_no_shard_is_empty(tp: int, heads: int, sizes: dict[str, int]) -> None:
     """FSDP, which tp's parameters need once there is more data parallelism than one, can't carry an empty shard."""
 
@@ -188,6 +198,12 @@ def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str)
         idle.append(f"parallel.pp_virtual={parallel.pp_virtual} does nothing at pp=1: try pp=2")
     if not parallel.reshard and layout.dp_shard == 1:
         idle.append("parallel.reshard=false does nothing at dp_shard=1: try dp_shard=2")
+    if layout.pp == 1 and parallel.pp_schedule != "1f1b":
+        idle.append(f"parallel.pp_schedule={parallel.pp_schedule} does nothing at pp=1: try pp=2")
+    if layout.pp == 1 and parallel.pp_split != "auto":
+        idle.append(f"parallel.pp_split={parallel.pp_split} does nothing at pp=1: try pp=2")
+    if layout.cp == 1 and parallel.cp_method != "ring":
+        idle.append(f"parallel.cp_method={parallel.cp_method} does nothing at cp=1: try cp=2")
     return idle
 
 

@@ -41,9 +41,7 @@ class Mesh:
     """The ranks of a layout in the groups in which they meet; `layout.place` says where a rank stands."""
 
     layout: Layout
-    weights: (
-        DeviceMesh  # axes pp, replicas, shard, tp: how parameters lie. The ranks of cp hold the same ones: replicas
-    )
+    weights: DeviceMesh  # axes pp, replicas, shard, tp: how parameters lie; ranks of cp hold the same, as replicas do
     cp: DeviceMesh  # one axis: the ranks that share a sequence
 
 

@@ -44,7 +44,8 @@ def parallelize(
     # they are reduced.
     halves = layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves
     sharded = layout.dp_shard > 1 or (replicas > 1 and (layout.tp > 1 or halves))
-    # A pipeline gathers its parameters once a step: it would need them anew for each micro-batch.
+    # A pipeline keeps gathered parameters (torch's runtime those of three stages at a time): it would need them anew
+    # for each micro-batch.
     reshard = parallel.reshard and layout.pp == 1
     bf16 = precision == "bf16"
     stages: dict[int, GPT] = {}

@@ -24,18 +24,21 @@ def clip_grad_norm(
     parameter.
     """
     shards: list[Tensor] = []
-    alike: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             shards.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
             if all(parameter is not twin for twin in twins):
-                alike[_sharded_over(gradient)].append(shards[-1])
+                over = _sharded_over(gradient)
+                alike[tuple(over)].append(shards[-1])
+                groups |= over
     squares = torch.zeros((), device=shards[0].device)
-    for groups, tensors in alike.items():
+    for axes, tensors in alike.items():
         square = nn.utils.get_total_norm(tensors) ** 2
-        for group in groups:
-            dist.all_reduce(square, group=group)
+        for ranks in axes:
+            dist.all_reduce(square, group=groups[ranks])
         squares += square
     for group in others:
         dist.all_reduce(squares, group=group)
@@ -44,13 +47,18 @@ def clip_grad_norm(
     return norm
 
 
-def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that hold different shards of this tensor."""
+def _sharded_over(gradient: Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The groups of ranks that hold different shards of this tensor, by their ranks.
+
+    By group would not do: of equal meshes, made one after the other, DTensor takes now one and now the other, whose
+    groups are two; ranks would then not add up alike.
+    """
     if not isinstance(gradient, DTensor):
-        return ()
+        return {}
     mesh = gradient.device_mesh
-    return tuple(
+    groups = [
         mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
         if not placement.is_replicate() and mesh.size(axis) > 1
-    )
+    ]
+    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}

@@ -4,14 +4,19 @@ A model is cut into p * v stages of consecutive blocks; `stages.py` says how man
 it. In which order a rank computes its stages' micro-batches is in `schedules.py`; torch's pipeline runtime carries that
 out.
 
+Beside the activations that a schedule keeps, each rank holds, for every micro-batch and stage, what it receives and
+what it sends in a step: about 4 m v hidden states. Torch has no public way to run an order of one's own; the private
+names below are those of torch 2.11 and 2.13.
+
 Shapes as in models/gpt.py; between stages travel hidden states (B, t, C), where t is a rank's share of T under context
 and sequence parallelism.
 """
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +50,78 @@ def cut_stage(model: GPT, counts: Sequence[int], stage: int) -> GPT:
     return part
 
 
+@dataclass
+class Clock:
+    """Times the slots of one rank in one step: on a GPU by events in its stream, for which nothing has to wait."""
+
+    device: torch.device
+    running: bool = False
+    marks: list[tuple[Slot, Any, Any]] = field(default_factory=list)  # begun, ended
+    start: Any = None
+
+    def restart(self, group: ProcessGroup) -> None:
+        """All ranks of the group begin to count from here, whatever the clocks of their nodes say."""
+        self.marks = []
+        if self.running:
+            dist.barrier(group)
+            self.start = self.now()
+
+    def now(self) -> Any:
+        """A point in time."""
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def time(self, slot: Slot) -> Iterator[None]:
+        """Around the work of a slot."""
+        if not self.running:
+            yield
+            return
+        begun = self.now()
+        yield
+        self.marks.append((slot, begun, self.now()))
+
+    def extend(self) -> None:
+        """The last slot goes on until now."""
+        if self.running:
+            slot, begun, _ = self.marks[-1]
+            self.marks[-1] = (slot, begun, self.now())
+
+    def spans(self, rank: int) -> list[Span]:
+        """The slots, in seconds since the start."""
+        if self.device.type == "cuda" and self.marks:
+            torch.cuda.synchronize()
+        return [Span(rank, slot, self._since(begun), self._since(ended)) for slot, begun, ended in self.marks]
+
+    def _since(self, mark: Any) -> float:
+        return self.start.elapsed_time(mark) / 1000 if self.device.type == "cuda" else mark - self.start
+
+
+class TimedStage(PipelineStage):
+    """Torch's stage, with a clock."""
+
+    def __init__(self, clock: Clock, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clock = clock
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.time(Slot(self.stage_index, "F", fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        with self.clock.time(Slot(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.time(Slot(self.stage_index, "W", bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 class Pipeline:
     """The stages of this rank, and how micro-batches go through those of all ranks."""
 
@@ -61,17 +138,17 @@ class Pipeline:
     ) -> None:
         """For inputs (B, T/cp), `hidden` gives an empty tensor like the hidden states between stages, and `logits` one
         like what the last stage of this rank gives."""
-        self.stages = stages
+        self.stages = dict(sorted(stages.items()))
         self.num_stages = num_stages
         self.group = group
         self.device = device
         self.schedule = SCHEDULES[schedule]
         self.hidden = hidden
         self.logits = logits
-        self.watched = False  # whether a GPU waits for each slot, so that its times are true
-        self.spans: list[Span] = []  # what this rank did in the last step, on the node's clock
+        self.clock = Clock(device)
         self._num_tokens = torch.zeros(())  # by which the loss of the step is divided
-        self._runtime: tuple[Any, Any] = (None, None)  # of the last step, and for which micro-batches it is
+        self._runtime: Any = None  # of the last step, for micro-batches of `_shape`
+        self._shape: Any = None
 
     @property
     def has_last(self) -> bool:
@@ -81,81 +158,70 @@ class Pipeline:
     def step(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the loss over num_tokens where the last stage is, else 0."""
         inputs, targets = (torch.cat([part[index] for part in parts]) for index in (0, 1))  # type: ignore[misc]
-        positions = parts[0][2] if parts[0][2] is not None else torch.arange(inputs.shape[1], device=self.device)
-        self.spans = []
         self._num_tokens = num_tokens
         shape = len(parts), parts[0][0].shape
-        if self._runtime[1] != shape:
-            self._runtime = self._make_runtime(len(parts), parts[0][0]), shape
-        runtime, _ = self._runtime
+        if shape != self._shape:
+            self._runtime, self._shape = None, shape  # its buffers go before the new ones come
+            self._runtime = self._make_runtime(len(parts), parts[0][0])
         losses: list[Tensor] = []
         tokens = (inputs,) if 0 in self.stages else ()
         target = targets if self.has_last else None
-        runtime.step(*tokens, positions=positions, target=target, losses=losses, return_outputs=False)
+        self.clock.restart(self.group)
+        self._runtime.step(
+            *tokens, positions=self._positions(parts[0]), target=target, losses=losses, return_outputs=False
+        )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
-    def forward(self, part: Part, with_targets: bool) -> Tensor | None:
-        """One micro-batch, without gradients: the summed loss, or logits, where the last stage is, else None."""
-        inputs, targets, positions = part
-        if positions is None:
-            positions = torch.arange(inputs.shape[1], device=self.device)
-        y = inputs
-        for stage, module in sorted(self.stages.items()):
-            if stage > 0 and stage - 1 not in self.stages:
-                y = self.hidden(inputs)
-                dist.recv(y, group=self.group, group_src=self._rank_of(stage - 1))
-            y = module(y, targets if with_targets and stage == self.num_stages - 1 else None, positions)
-            if stage < self.num_stages - 1 and stage + 1 not in self.stages:
-                dist.send(y.contiguous(), group=self.group, group_dst=self._rank_of(stage + 1))
-        return y if self.has_last else None
+    def forward(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
+        """Micro-batches, without gradients: each one's summed loss, or logits, where the last stage is, else none.
+
+        All go through a stage before any goes through the next of the same rank.
+        """
+        last = self.num_stages - 1
+        sends: list[dist.Work | None] = []
+        here = [part[0] for part in parts]
+        for stage, module in self.stages.items():
+            arrived, here = here, []
+            for (inputs, targets, _), own in zip(parts, arrived):
+                x = own
+                if stage > 0 and stage - 1 not in self.stages:
+                    x = self.hidden(inputs)
+                    dist.recv(x, group=self.group, group_src=self._rank_of(stage - 1))
+                y = module(x, targets if with_targets and stage == last else None, self._positions(parts[0]))
+                if stage < last and stage + 1 not in self.stages:
+                    y = y.contiguous()
+                    sends.append(dist.isend(y, group=self.group, group_dst=self._rank_of(stage + 1)))
+                    y = inputs  # what goes into this rank's next stage is another rank's
+                here.append(y)
+        for send in sends:
+            assert send is not None
+            send.wait()
+        return here if self.has_last else []
 
     def _rank_of(self, stage: int) -> int:
         return rank_of(stage, self.group.size(), self.schedule.v_shaped)
 
-    def _watch(self, stage: Any) -> None:
-        """Notes when the stage's slots start and end: see `watched`."""
-        forward, backward, weights = (
-            stage.forward_one_chunk,
-            stage.backward_one_chunk,
-            stage.backward_weight_one_chunk,
-        )
-
-        def timed(kind: str, work: Callable[..., Any], micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-            begun = self._now()
-            result = work(micro_batch, *args, **kwargs)
-            self.spans.append(Span(self.group.rank(), Slot(stage.stage_index, kind, micro_batch), begun, self._now()))
-            return result
-
-        def either_backward(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
-            kind = "B" if full_backward else "I"
-            return timed(kind, backward, micro_batch, *args, full_backward=full_backward, **kwargs)
-
-        stage.forward_one_chunk = partial(timed, "F", forward)
-        stage.backward_one_chunk = either_backward
-        stage.backward_weight_one_chunk = partial(timed, "W", weights)
-
-    def _now(self) -> float:
-        """Seconds, on a clock that all ranks of a node share."""
-        if self.watched and self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.monotonic()
+    def _positions(self, part: Part) -> Tensor:
+        inputs, _, positions = part
+        return torch.arange(inputs.shape[1], device=self.device) if positions is None else positions
 
     def _make_runtime(self, num_micro_batches: int, inputs: Tensor) -> Any:
         """Torch's runtime for so many micro-batches like `inputs`, (B, T/cp)."""
         stages = []
-        for number, module in sorted(self.stages.items()):
+        for number, module in self.stages.items():
             hidden = self.hidden(inputs).requires_grad_()  # a gradient comes back for it
             taken = inputs if number == 0 else hidden
             given = self.logits(inputs).requires_grad_() if number == self.num_stages - 1 else hidden
-            stage = PipelineStage(module, number, self.num_stages, self.device, taken, given, group=self.group)
-            self._watch(stage)
-            stages.append(stage)
+            shape = (module, number, self.num_stages, self.device, taken, given)
+            stages.append(TimedStage(self.clock, *shape, group=self.group))
         last = self.stages.get(self.num_stages - 1)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             assert last is not None
             model = last.module if isinstance(last, nn.parallel.DistributedDataParallel) else last
-            return model.loss(logits, targets) / self._num_tokens  # type: ignore[operator]
+            found = model.loss(logits, targets) / self._num_tokens  # type: ignore[operator]
+            self.clock.extend()  # the runtime asks for the loss after the last stage's forward
+            return found
 
         runtime = _PipelineScheduleRuntime(
             stages,

@@ -32,7 +32,7 @@ def _backwards(rank: int, p: int, v: int, micro_batch: int) -> list[Slot]:
 
 
 def gpipe(p: int, m: int, v: int) -> Orders:
-    """All forwards, then all backwards (Huang et al. 2019, section 2.3)."""
+    """All forwards, then all backwards (Huang et al. 2019, section 2.2)."""
     return [
         [Slot(rank, "F", micro_batch) for micro_batch in range(m)]
         + [Slot(rank, "B", micro_batch) for micro_batch in range(m)]
@@ -59,9 +59,6 @@ def interleaved_1f1b(p: int, m: int, v: int) -> Orders:
     for rank in range(p):
         forwards = [Slot(k // p % v * p + rank, "F", k // (p * v) * p + k % p) for k in range(m * v)]
         backwards = [Slot((v - 1 - k // p % v) * p + rank, "B", k // (p * v) * p + k % p) for k in range(m * v)]
-        if v == 1:
-            forwards = [Slot(rank, "F", k) for k in range(m)]
-            backwards = [Slot(rank, "B", k) for k in range(m)]
         ahead = min(m * v, p - rank - 1 if v == 1 else (p - rank - 1) * 2 + (v - 1) * p)
         order = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards):

@@ -32,22 +32,26 @@ def resolve_stages(parallel: ParallelConfig, layout: Layout, *, layers: int, hea
     virtual = schedule.usual_stages if isinstance(parallel.pp_virtual, str) else parallel.pp_virtual
     if not schedule.allows(virtual):
         usual = schedule.usual_stages
-        others = [name for name, other in SCHEDULES.items() if other.allows(virtual) and other.most_stages != 1]
         raise ValueError(
             f"parallel.pp_virtual={virtual} is not for parallel.pp_schedule={parallel.pp_schedule}, which has {usual} "
-            f"stages a rank; valid: parallel.pp_virtual={usual}"
-            + (f", or parallel.pp_schedule={others[0]}" if others else ", or parallel.pp_schedule=1f1b")
+            f"stages a rank; valid: parallel.pp_virtual={usual}, or "
+            f"parallel.pp_schedule={'1f1b' if virtual == 1 else 'interleaved_1f1b'}"
         )
     num_stages = layout.pp * virtual
     split = parallel.pp_split
     alone = 2 if split == "llama3" else 0  # stages without a layer: the embedding and the head
     if not isinstance(split, list):
+        if num_stages <= alone:
+            raise ValueError(
+                f"parallel.pp_split=llama3 gives embedding and head stages of their own, and pp={layout.pp} * "
+                f"parallel.pp_virtual={virtual} are no more than two; valid: pp=3 or more, or parallel.pp_split=auto"
+            )
         if num_stages > layers + alone:
             fewer = (layers + alone) // virtual
             raise ValueError(
                 f"pp={layout.pp} * parallel.pp_virtual={virtual} are more stages than model.layers={layers}"
                 + (f" and {alone} without a layer" if alone else "")
-                + f"; nearest valid: pp={fewer}"
+                + f"; nearest valid: pp={max(fewer, 1)}"
                 + (" or parallel.pp_virtual=1" if schedule.allows(1) and virtual > 1 and layout.pp <= layers else "")
             )
         split = (

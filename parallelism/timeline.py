@@ -46,7 +46,7 @@ def theoretical_bubble(schedule: str, p: int, m: int, v: int) -> float:
     Enough are p, and 2 p for the V-shaped. Naive: one rank works at a time. GPipe and 1F1B: (p-1)/(m+p-1) (Huang et
     al. 2019, section 2.3). Several stages a rank: (p-1)/(vm+p-1) (Narayanan et al. 2021, section 2.2). With halved
     backwards each rank idles (p-1)(F+B-W)/v, of m(F+B+W) that it works, where B is the backward of inputs (ZB-H1: Qi et
-    al. 2023, table 1; the others have a stage's part of it, since stages are v times smaller).
+    al. 2023, table 2; the others have a stage's part of it, since stages are v times smaller).
     """
     if schedule == "naive":
         return 1 - 1 / p

@@ -6,6 +6,7 @@ python -m tests.parity 4 OUT 17     the same of the random products that seed 17
 
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +20,8 @@ from models.config import ModelConfig
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
 from parallelism.launch import run_ranks
-from parallelism.mesh import make_mesh, start_process_group
+from parallelism.layout import Layout
+from parallelism.mesh import Mesh, make_mesh, start_process_group
 from parallelism.nd import parallelize
 from parallelism.stop import Stop
 from tests.cases import CASES, DROPPING, MODELS, SEQ_LEN, SEQUENCES, Case
@@ -84,7 +86,7 @@ def laid_out_run(case: Case, optimizer_name: str, device: torch.device) -> dict[
     with torch.device("meta"):
         whole = GPT(config)
     parallel, options = case.settings()
-    model = parallelize(whole, make_mesh(case.layout, device, 1), device, parallel, seed=SEED, **options)
+    model = parallelize(whole, mesh_of(case.layout, device), device, parallel, seed=SEED, **options)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -102,6 +104,12 @@ def laid_out_run(case: Case, optimizer_name: str, device: torch.device) -> dict[
         "losses": torch.stack(losses), "norms": torch.stack(norms), "gradients": gradients, "weights": weights,
         "eval_loss": eval_loss, "logits": logits,
     }  # fmt: skip
+
+
+@cache
+def mesh_of(layout: Layout, device: torch.device) -> Mesh:
+    """One for all cases of a layout: each takes threads and sockets."""
+    return make_mesh(layout, device, timeout_minutes=1)
 
 
 def own_micro_batches(case: Case, model: DistributedModel, step: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""CONTRACT for every layout: the losses, norms, gradients and weights of one rank. The table is in tests/parity.py."""
+"""CONTRACT for every layout: the losses, norms, gradients and weights of one rank. The table is in tests/cases.py."""
 
 import os
 import subprocess

@@ -105,8 +105,8 @@ def layout_options(job: Job) -> list[str]:
     words = {
         job.precision: True,
         "compiled": job.config.compile,
-        "ZeRO-3": layout.dp_shard > 1 and parallel.reshard,
-        "ZeRO-2": layout.dp_shard > 1 and not parallel.reshard,
+        "ZeRO-3": layout.dp_shard > 1 and parallel.reshard and layout.pp == 1,
+        "ZeRO-2": layout.dp_shard > 1 and (not parallel.reshard or layout.pp > 1),  # a pipeline keeps what it gathers
         "sequence parallel": layout.tp > 1 and parallel.sequence_parallel,
         parallel.cp_method: layout.cp > 1,
         parallel.pp_schedule: layout.pp > 1,

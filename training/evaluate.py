@@ -16,8 +16,7 @@ def evaluate(job: Job, model: DistributedModel, held_out: np.ndarray, device: to
     part, num_parts = model.data_part
     seq_len = job.batch.seq_len
     num_windows = -(-(len(held_out) - 1) // seq_len)
-    # Nothing is kept for a backward: what a pipeline trains on in many micro-batches goes through it in one.
-    size = job.batch.micro_batch * (job.batch.num_micro_batches if job.layout.pp > 1 else 1)
+    size = job.batch.micro_batch
     share = -(-num_windows // (size * num_parts)) * size  # windows of one rank
     inputs, targets = held_out_windows(held_out[part * share * seq_len : (part + 1) * share * seq_len + 1], seq_len)
     fill = share - len(inputs)

@@ -13,6 +13,7 @@ from memory.micro_batch import BatchShape, split_batch
 from models.flops import head_layers, num_parameters
 from parallelism.layout import (
     Layout,
+    check_cuda_pieces,
     check_gpus,
     check_host_memory,
     check_local_ranks,
@@ -118,9 +119,11 @@ def settle(config: Config, planning: bool = False) -> Job:
             f"compile=true can't be had with parallel.pp_schedule={config.parallel.pp_schedule}, which takes the "
             "backward apart; valid: compile=false or parallel.pp_schedule=1f1b"
         )
+    precision = resolve_precision(config.precision, device, config.model.dim)
+    if device == "cuda":
+        check_cuda_pieces(layout, parallel, precision=precision, head_dim=config.model.head_dim)
     steps = config.train.steps or -(-(config.train.tokens or 0) // batch.tokens)
     lr = resolve_lr(config, total_tokens=steps * batch.tokens)
-    precision = resolve_precision(config.precision, device, config.model.dim)
     settled = replace(
         config,
         dp=layout.dp,

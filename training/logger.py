@@ -4,7 +4,6 @@ import logging
 import netrc
 import os
 import queue
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +22,7 @@ class WandbLogger:
     """Logs to a W&B run of its own thread; what W&B can't take in time is in metrics.jsonl all the same."""
 
     def __init__(self, config: LoggerConfig, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder = folder
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=10_000)
         self._thread = threading.Thread(target=self._run, args=(config, folder, settings), daemon=True)
         self._thread.start()
@@ -34,10 +34,11 @@ class WandbLogger:
 
     def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
         """Hands the picture's file to the thread, which makes a W&B image of it."""
-        with tempfile.NamedTemporaryFile(suffix=".png", delete=False) as file:
-            draw(Path(file.name))
+        path = self._folder / f"{name}.png"
+        if not path.exists():
+            draw(path)
         with suppress(queue.Full):
-            self._waiting.put_nowait({name: Path(file.name)})
+            self._waiting.put_nowait({name: path})
 
     def finish(self) -> None:
         """Ends W&B's run, or leaves it behind if that takes longer than PATIENCE."""
@@ -67,7 +68,7 @@ class WandbLogger:
             while (metrics := self._waiting.get()) is not None:
                 pictures = {name: wandb.Image(str(path)) for name, path in metrics.items() if isinstance(path, Path)}
                 if pictures:
-                    run.log(pictures, commit=False)  # with the next step's metrics
+                    run.log(pictures, commit=False)  # they join the step that is still open
                 else:
                     run.log(metrics, step=metrics["step"])
             run.finish()

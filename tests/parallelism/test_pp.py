@@ -73,6 +73,7 @@ def slow_down(stop: Stop, out: Path) -> int:
     model = laid_out(case, device)
     if 1 in model.stages:
         model.stages[1].blocks["4"].register_forward_pre_hook(lambda module, inputs: time.sleep(SLEEP))
+    model.step(own_micro_batches(case, model, 0))  # makes connections
     model.watch(True)
     model.step(own_micro_batches(case, model, 0))
     spans = model.timeline()
@@ -116,7 +117,7 @@ def test_as_much_is_in_flight_as_the_schedule_says(tmp_path: Path) -> None:
         one = most["naive"]
         assert most["gpipe"] == NUM_MICRO_BATCHES * one
         assert most["1f1b"] == min(NUM_MICRO_BATCHES, 4 - rank) * one
-        assert one <= most["zb_h1"] <= 4 * one
+        assert 2 * one < most["zb_h1"] <= 4 * one  # where the last rank of 1F1B has one
 
 
 def test_a_slower_stage_shows_in_the_timeline(tmp_path: Path) -> None:

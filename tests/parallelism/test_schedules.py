@@ -37,14 +37,19 @@ def test_stages_go_round_the_ranks_or_there_and_back() -> None:
     assert stages_of(0, 3, 2, v_shaped=True) == [0, 5]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (2, 8), (4, 16), (8, 16)])
-@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"),
+    [
+        (name, p, m, v)
+        for name, schedule in SCHEDULES.items()
+        for p, m in [(2, 2), (4, 4), (2, 8), (4, 16), (8, 16)]
+        for v in (1, 2, 3)
+        if schedule.allows(v) and m >= p * (2 if schedule.v_shaped else 1)
+    ],
+)
 def test_the_bubble_on_paper_is_the_closed_form(name: str, p: int, m: int, v: int) -> None:
-    schedule = SCHEDULES[name]
-    if schedule.allows(v) and m >= p * (2 if schedule.v_shaped else 1):
-        found = bubble(on_paper(schedule.orders(p, m, v)))
-        assert found == pytest.approx(theoretical_bubble(name, p, m, v), abs=1e-12)
+    found = bubble(on_paper(SCHEDULES[name].orders(p, m, v)))
+    assert found == pytest.approx(theoretical_bubble(name, p, m, v), abs=1e-12)
 
 
 def test_figures_of_the_papers() -> None:

@@ -71,7 +71,10 @@ def test_llama3_405b_has_the_stages_of_its_paper() -> None:
             {"pp_virtual": 2},
             r"pp_virtual=2 is not for .*=1f1b.*; valid: parallel.pp_virtual=1, or .*=interleaved_",
         ),
-        ({"pp_virtual": 1, "pp_schedule": "zbv"}, r"zbv, which has 2 stages a rank; valid: parallel.pp_virtual=2, or "),
+        (
+            {"pp_virtual": 1, "pp_schedule": "zbv"},
+            r"zbv, which has 2 stages a rank; valid: .*=2, or .*=1f1b$",
+        ),
         ({"pp_virtual": 3, "pp_schedule": "dualpipev"}, r"valid: parallel.pp_virtual=2, or .*=interleaved_1f1b$"),
         ({"pp_split": [4, 4]}, r"pp_split=\[4,4\] has to be 4 numbers .*; valid: parallel.pp_split=\[2,2,2,2\]$"),
         ({"pp_split": [4, 0, 2, 2]}, r"0 only first and last"),
@@ -101,3 +104,15 @@ def test_interleaved_1f1b_takes_micro_batches_in_rounds() -> None:
         check_micro_batches(PP4, parallel, per_rank=24, micro_batch=4)
     for other in ("interleaved_zb", "looped_bfs", "zbv", "1f1b"):
         check_micro_batches(PP4, resolved(pp_schedule=other), per_rank=24, micro_batch=4)
+
+
+def test_llama3s_split_needs_a_stage_with_layers() -> None:
+    parallel = replace(PARALLEL, pp_split="llama3")
+    with pytest.raises(ValueError, match=r"pp=2 \* parallel.pp_virtual=1 are no more than two; valid: pp=3 or more"):
+        resolve_stages(parallel, Layout(dp=1, pp=2), layers=8, head_layers=0.5)
+
+
+def test_no_number_of_ranks_below_one_is_suggested() -> None:
+    parallel = replace(PARALLEL, pp_schedule="zbv")
+    with pytest.raises(ValueError, match=r"nearest valid: pp=1$"):
+        resolve_stages(parallel, Layout(dp=1, pp=4), layers=1, head_layers=0.5)
