@@ -44,13 +44,13 @@ class BatchShape:
 
 
 def split_batch(
-    *, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int, shard: int = 1, pp: int = 1
+    *, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int, shard: int = 1, rounds: int = 1
 ) -> BatchShape:
     """Cuts a step of `tokens` into sequences, ranks' shares and micro-batches.
 
-    `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens; in a pipeline of
-    `pp` ranks one that gives a multiple of pp micro-batches, if any does, else 1. ValueError: the tokens do not divide;
-    the message has the nearest that do, and fewer ranks, a multiple of `shard`, that could.
+    `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens; in a pipeline one
+    that gives a multiple of `rounds` micro-batches, if any does, else 1. ValueError: the tokens do not divide; the
+    message has the nearest that do, and fewer ranks, a multiple of `shard`, that could.
     """
     share = seq_len * (1 if isinstance(micro_batch, str) else micro_batch)  # the least tokens a rank can take
     if tokens < 1 or tokens % (share * num_parts):
@@ -68,5 +68,5 @@ def split_batch(
         per_rank = num_sequences // num_parts
         largest = max(1, min(per_rank, AUTO_TOKENS // seq_len))
         sizes = [n for n in range(largest, 0, -1) if per_rank % n == 0]
-        micro_batch = next((n for n in sizes if per_rank // n % pp == 0), sizes[0] if pp == 1 else 1)
+        micro_batch = next((n for n in sizes if per_rank // n % rounds == 0), sizes[0] if rounds == 1 else 1)
     return BatchShape(num_sequences, seq_len, num_parts, micro_batch)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
@@ -119,7 +120,19 @@ class TimedStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.time(Slot(self.stage_index, "W", bwd_chunk_id)):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            _add_up_in_float32(self.submod)
+
+
+def _add_up_in_float32(stage: nn.Module) -> None:
+    """Has FSDP take over gradients, as it does after a whole backward: else micro-batches add up in bf16."""
+    for unit in stage.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one
+            for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 class Pipeline:

@@ -148,9 +148,6 @@ CASES = [
     case("llama", 3, pp=2, cp=2, dp=2, dp_shard=2),
     case("gpt2", 6, pp=2, cp=2, tp=2, options=SP | {"cp_method": "allgather"}),
     case("llama_tied", 2, pp=2, dp=4, dp_shard=2, options={"pp_schedule": "zb_h1"}),
-    case("gpt2", 3, pp=2, dp=2, dp_shard=2, options=BF16),
-    case("gpt2", 6, pp=2, options=BF16),
-    case("llama", 6, pp=2, options=BF16 | {"pp_schedule": "zb_h1"}),
     # products
     case("llama", 6, cp=2, dp=2),
     case("gpt2", 6, cp=2, dp=2, dp_shard=2),
@@ -175,6 +172,11 @@ CASES = [
     case("llama_tied", 6, dp=2, tp=4),
     # bf16
     case("llama", options=BF16),
+    case("llama", 12, cp=2, options=BF16),
+    case("gpt2", 6, pp=2, options=BF16),
+    case("llama", 6, pp=2, options=BF16 | {"pp_schedule": "zb_h1"}),
+    case("gpt2", 3, pp=2, dp=2, dp_shard=2, options=BF16),
+    case("gpt2", 1, pp=2, dp=2, dp_shard=2, options=BF16 | {"pp_schedule": "zb_h1"}),
     case("llama", 3, dp=2, dp_shard=2, options=BF16),
     case("gpt2", tp=2, options=BF16 | SP),
     case("llama_tied", 3, dp=2, dp_shard=2, tp=2, options=BF16),
@@ -184,4 +186,6 @@ DROPPING = [  # no loss to equal here; but what ranks hold twice has to stay the
     case("gpt2_dropout", 12, tp=2),
     case("gpt2_dropout", 12, tp=2, options=SP),
     case("gpt2_dropout", 6, dp=2, dp_shard=2, tp=2),
+    case("gpt2_dropout", 6, pp=2, dp=2),
+    case("gpt2_dropout", 6, cp=2, options={"cp_method": "ulysses"}),
 ]

@@ -254,7 +254,13 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
 
 
 @pytest.mark.parametrize(
-    "layout", [["dp=2", "cp=2"], ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"]], ids=" ".join
+    "layout",
+    [
+        ["dp=2", "cp=2"],
+        ["pp=2", "memory.micro_batch=4"],
+        ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"],
+    ],
+    ids=" ".join,
 )
 def test_compiled_blocks_give_the_same_losses(layout: list[str], one_rank: Path, tmp_path: Path) -> None:
     done = run_training(tmp_path / "run", "compile=true", *layout, env={"TORCH_LOGS": "graph_code"})

@@ -111,7 +111,7 @@ def settle(config: Config, planning: bool = False) -> Job:
         micro_batch=config.memory.micro_batch,
         num_parts=layout.dp,
         shard=layout.dp_shard,
-        pp=layout.pp,
+        rounds=layout.pp * (2 if SCHEDULES[parallel.pp_schedule].v_shaped else 1),
     )
     check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
     if config.compile and layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves:

@@ -198,3 +198,8 @@ def test_settings_that_do_nothing_are_told(overrides: list[str], words: list[str
     idle = make_tiny_job(*overrides).idle
     assert len(idle) == len(words)
     assert all(some in line for some, line in zip(words, idle))
+
+
+def test_auto_gives_v_shaped_schedules_twice_as_many_micro_batches() -> None:
+    assert make_tiny_job("pp=2").batch.num_micro_batches == 2
+    assert make_tiny_job("pp=2", "model.layers=4", "parallel.pp_schedule=zbv").batch.num_micro_batches == 4
