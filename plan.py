@@ -44,9 +44,10 @@ def show_timeline(job: Job) -> None:
     spans = on_paper(orders)
     share = bubble(spans)
     title = f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {virtual} stages a rank; bubble {share:.1%}"
-    draw(spans, PICTURE, title)
+    draw(spans, PICTURE, title, unit="forwards of a stage, of equal stages")
     print(f"{title}, so {1 - share:.1%} use")
-    print("forwards in flight on each rank:", *map(in_flight, orders))
+    unit = f", each of 1/{virtual} of a rank's layers" if virtual > 1 else ""
+    print(f"forwards in flight on each rank{unit}:", *map(in_flight, orders))
     print(f"drawn in {PICTURE}")
 
 

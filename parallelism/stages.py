@@ -44,23 +44,25 @@ def resolve_stages(parallel: ParallelConfig, layout: Layout, *, layers: int, hea
         if num_stages <= alone:
             raise ValueError(
                 f"parallel.pp_split=llama3 gives embedding and head stages of their own, and pp={layout.pp} * "
-                f"parallel.pp_virtual={virtual} are no more than two; valid: pp=3 or more, or parallel.pp_split=auto"
+                f"parallel.pp_virtual={virtual} are no more than two; valid: pp=3 or more, several stages a rank "
+                "(parallel.pp_schedule=interleaved_1f1b), or parallel.pp_split=auto"
             )
         if num_stages > layers + alone:
-            fewer = (layers + alone) // virtual
+            fewer, most = (layers + alone) // virtual, (layers + alone) // layout.pp
             raise ValueError(
                 f"pp={layout.pp} * parallel.pp_virtual={virtual} are more stages than model.layers={layers}"
                 + (f" and {alone} without a layer" if alone else "")
                 + f"; nearest valid: pp={max(fewer, 1)}"
-                + (" or parallel.pp_virtual=1" if schedule.allows(1) and virtual > 1 and layout.pp <= layers else "")
+                + (f" or parallel.pp_virtual={most}" if schedule.allows(most) and most < virtual else "")
             )
         split = (
             [0, *split_layers(layers, num_stages - 2), 0] if alone else split_layers(layers, num_stages, head_layers)
         )
     elif len(split) != num_stages or sum(split) != layers or min(split) < 0 or 0 in split[1:-1]:
+        asked, even = (str(each).replace(" ", "") for each in (split, split_layers(layers, num_stages)))
         raise ValueError(
-            f"parallel.pp_split={split} has to be {num_stages} numbers of layers that add up to model.layers={layers}, "
-            f"0 only first and last; valid: parallel.pp_split={split_layers(layers, num_stages)}".replace(", ", ",")
+            f"parallel.pp_split={asked} has to be {num_stages} numbers of layers that add up to model.layers={layers}; "
+            f"only the first and the last may be 0; valid: parallel.pp_split={even}"
         )
     return replace(parallel, pp_virtual=virtual, pp_split=split)
 

@@ -1,6 +1,7 @@
 """What each rank of a pipeline does when: from a schedule on paper, or measured; and its picture. Imports no torch."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def theoretical_bubble(schedule: str, p: int, m: int, v: int) -> float:
     return (p - 1) / (parts * v * m + p - 1)
 
 
-def draw(spans: Sequence[Span], path: Path, title: str) -> None:
+def draw(spans: Sequence[Span], path: Path, title: str, unit: str = "seconds") -> None:
     """Draws one row a rank, one colour a kind, the micro-batch's number in each slot; stages of a rank in shades."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
@@ -65,15 +66,22 @@ def draw(spans: Sequence[Span], path: Path, title: str) -> None:
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
     figure = Figure(figsize=(14, 1.2 + 0.4 * num_ranks), layout="constrained")
     axes = figure.add_subplot(xlim=(0, end - begin), ylim=(num_ranks - 0.5, -0.5), yticks=range(num_ranks))
-    axes.set(title=title, xlabel="seconds or, on paper, forwards", ylabel="pipeline rank")
+    axes.set(title=title, xlabel=unit, ylabel="pipeline rank")
+    alike: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
-        width, chunk = span.end - span.start, span.slot.stage // num_ranks
-        colour, alpha = COLOURS[span.slot.kind], 1 / (1 + 0.5 * chunk)
-        axes.barh(span.rank, width, left=span.start - begin, height=0.9, color=colour, edgecolor="white", alpha=alpha)
-        if width > (end - begin) / 150:
-            middle = span.start - begin + width / 2
-            axes.text(middle, span.rank, str(span.slot.micro_batch), ha="center", va="center", fontsize=7)
+        alike[span.rank, span.slot.kind, span.slot.stage // num_ranks].append(span)
+    for (rank, kind, chunk), those in alike.items():
+        bars = [(span.start - begin, span.end - span.start) for span in those]
+        edge = min(0.8, 2000 * min(width for _, width in bars) / (end - begin))  # or it would cover narrow slots
+        colour, alpha = COLOURS[kind], 1 / (1 + 0.5 * chunk)
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolor=colour, alpha=alpha, edgecolor="white", linewidth=edge)
+        for span, (left, width) in zip(those, bars):
+            if width > (end - begin) / 150:
+                number = str(span.slot.micro_batch)
+                axes.text(left + width / 2, rank, number, ha="center", va="center", fontsize=7)
     kinds = {span.slot.kind for span in spans}
     handles = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in COLOURS if kind in kinds]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    several = "; paler: a later stage of the rank" if max(span.slot.stage for span in spans) >= num_ranks else ""
+    explained = f"numbers: micro-batches{several}"
+    figure.legend(handles=handles, title=explained, loc="outside lower center", ncols=len(handles), frameon=False)
     FigureCanvasAgg(figure).print_png(path)
