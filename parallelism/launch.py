@@ -41,7 +41,8 @@ def run_ranks(work: Work, *args: Any, num_ranks: int) -> int:
 
 
 def _fork(work: Work, *args: Any, num_ranks: int) -> int:
-    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+    quiet = ("elastic.multiprocessing.api", "pipelining.schedules", "pipelining.stage")
+    for name in (*(f"torch.distributed.{name}" for name in quiet), "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they log of a failure is told below, once
     # LaunchConfig asks whether there are GPUs: of the driver's library, or the ranks could not use CUDA after the fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

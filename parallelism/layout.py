@@ -142,12 +142,12 @@ def check_model(
     factors |= {"tp": layout.tp} if parallel.sequence_parallel and layout.tp > 1 else {}
     step = seq_len_step(layout, parallel)
     if seq_len % step:
-        below = seq_len // step * step
+        below, without_tp = seq_len // step * step, step // factors.get("tp", 1)
         raise ValueError(
             f"batch.seq_len={seq_len} does not divide by {' * '.join(factors)} = {step}, which "
             f"{'cp' if layout.cp > 1 else 'parallel.sequence_parallel=true'} needs; "
             f"nearest valid: batch.seq_len={around(seq_len, (below, below + step))}"
-            + (", or parallel.sequence_parallel=false" if "tp" in factors else "")
+            + (", or parallel.sequence_parallel=false" if "tp" in factors and seq_len % without_tp == 0 else "")
         )
 
 

@@ -35,34 +35,37 @@ def resolve_stages(parallel: ParallelConfig, layout: Layout, *, layers: int, hea
         raise ValueError(
             f"parallel.pp_virtual={virtual} is not for parallel.pp_schedule={parallel.pp_schedule}, which has {usual} "
             f"stages a rank; valid: parallel.pp_virtual={usual}, or "
-            f"parallel.pp_schedule={'1f1b' if virtual == 1 else 'interleaved_1f1b'}"
+            f"parallel.pp_schedule={'1f1b' if virtual == 1 or layout.pp * virtual > layers else 'interleaved_1f1b'}"
+            + (" with parallel.pp_virtual=1" if virtual > 1 and layout.pp * virtual > layers else "")
         )
-    num_stages = layout.pp * virtual
-    split = parallel.pp_split
-    alone = 2 if split == "llama3" else 0  # stages without a layer: the embedding and the head
-    if not isinstance(split, list):
-        if num_stages <= alone:
-            raise ValueError(
-                f"parallel.pp_split=llama3 gives embedding and head stages of their own, and pp={layout.pp} * "
-                f"parallel.pp_virtual={virtual} are no more than two; valid: pp=3 or more, several stages a rank "
-                "(parallel.pp_schedule=interleaved_1f1b), or parallel.pp_split=auto"
-            )
-        if num_stages > layers + alone:
-            fewer, most = (layers + alone) // virtual, (layers + alone) // layout.pp
-            raise ValueError(
-                f"pp={layout.pp} * parallel.pp_virtual={virtual} are more stages than model.layers={layers}"
-                + (f" and {alone} without a layer" if alone else "")
-                + f"; nearest valid: pp={max(fewer, 1)}"
-                + (f" or parallel.pp_virtual={most}" if schedule.allows(most) and most < virtual else "")
-            )
-        split = (
-            [0, *split_layers(layers, num_stages - 2), 0] if alone else split_layers(layers, num_stages, head_layers)
+    num_stages, split = layout.pp * virtual, parallel.pp_split
+    alone = 2 if split != "auto" else 0  # stages that may have no layer: the first and the last
+    if split == "llama3" and num_stages <= alone:
+        raise ValueError(
+            f"parallel.pp_split=llama3 gives embedding and head stages of their own, and pp={layout.pp} * "
+            f"parallel.pp_virtual={virtual} are no more than two; valid: pp=3 or more, several stages a rank "
+            "(parallel.pp_schedule=interleaved_1f1b), or parallel.pp_split=auto"
         )
+    if num_stages > layers + alone:
+        fewer, most = layers // virtual, layers // layout.pp
+        raise ValueError(
+            f"pp={layout.pp} * parallel.pp_virtual={virtual} are more stages than model.layers={layers}"
+            + (f" and {alone} without a layer" if alone else "")
+            + f"; nearest valid: pp={max(fewer, 1)}"
+            + (f" or parallel.pp_virtual={most}" if 0 < most < virtual and schedule.allows(most) else "")
+            + (" with parallel.pp_split=auto" if alone else "")
+        )
+    if split == "llama3":
+        split = [0, *split_layers(layers, num_stages - 2), 0]
+    elif split == "auto":
+        split = split_layers(layers, num_stages, head_layers)
     elif len(split) != num_stages or sum(split) != layers or min(split) < 0 or 0 in split[1:-1]:
-        asked, even = (str(each).replace(" ", "") for each in (split, split_layers(layers, num_stages)))
+        empty = max(num_stages - layers, 0)  # which the first and the last have to be
+        even = [0] * (empty // 2) + split_layers(layers, num_stages - empty) + [0] * (empty - empty // 2)
+        asked, even_text = (str(each).replace(" ", "") for each in (split, even))
         raise ValueError(
             f"parallel.pp_split={asked} has to be {num_stages} numbers of layers that add up to model.layers={layers}; "
-            f"only the first and the last may be 0; valid: parallel.pp_split={even}"
+            f"only the first and the last may be 0; valid: parallel.pp_split={even_text}"
         )
     return replace(parallel, pp_virtual=virtual, pp_split=split)
 

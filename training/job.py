@@ -115,9 +115,10 @@ def settle(config: Config, planning: bool = False) -> Job:
     )
     check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
     if config.compile and layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves:
+        whole = "interleaved_1f1b" if config.parallel.pp_virtual not in ("auto", 1) else "1f1b"
         raise ValueError(
             f"compile=true can't be had with parallel.pp_schedule={config.parallel.pp_schedule}, which takes the "
-            "backward apart; valid: compile=false or parallel.pp_schedule=1f1b"
+            f"backward apart; valid: compile=false or parallel.pp_schedule={whole}"
         )
     precision = resolve_precision(config.precision, device, config.model.dim)
     if device == "cuda":

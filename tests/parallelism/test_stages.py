@@ -1,5 +1,6 @@
 """Layers of stages, and pipelines that can't be."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -75,14 +76,17 @@ def test_llama3_405b_has_the_stages_of_its_paper() -> None:
             {"pp_virtual": 1, "pp_schedule": "zbv"},
             r"zbv, which has 2 stages a rank; valid: .*=2, or .*=1f1b$",
         ),
-        ({"pp_virtual": 3, "pp_schedule": "dualpipev"}, r"valid: parallel.pp_virtual=2, or .*=interleaved_1f1b$"),
+        (
+            {"pp_virtual": 3, "pp_schedule": "dualpipev"},
+            r"valid: .*=2, or .*=1f1b with parallel.pp_virtual=1$",
+        ),
         ({"pp_split": [4, 4]}, r"pp_split=\[4,4\] has to be 4 numbers .*; valid: parallel.pp_split=\[2,2,2,2\]$"),
         ({"pp_split": [4, 0, 2, 2]}, r"only the first and the last may be 0; valid"),
         ({"pp_split": [4, 4, 4, 0]}, r"add up to model.layers=8"),
         ({"pp_split": [9, 1, -1, -1]}, r"add up to model.layers=8"),
         (
             {"pp_virtual": 3, "pp_schedule": "interleaved_zb", "pp_split": "llama3"},
-            r"more stages than model.layers=8 and 2 without a layer; nearest valid: pp=3 or parallel.pp_virtual=2$",
+            r"more stages than model.layers=8 and 2 without a layer; nearest valid: pp=2 or .*_virtual=2 with .*=auto$",
         ),
     ],
 )
@@ -116,3 +120,12 @@ def test_no_number_of_ranks_below_one_is_suggested() -> None:
     parallel = replace(PARALLEL, pp_schedule="zbv")
     with pytest.raises(ValueError, match=r"nearest valid: pp=1$"):
         resolve_stages(parallel, Layout(dp=1, pp=4), layers=1, head_layers=0.5)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 9, 10])
+def test_the_split_that_is_suggested_is_taken(num_ranks: int) -> None:
+    layout = Layout(dp=1, pp=num_ranks)
+    with pytest.raises(ValueError, match="has to be") as refused:
+        resolve_stages(replace(PARALLEL, pp_split=[4, 4]), layout, layers=8, head_layers=0.5)
+    split = json.loads(str(refused.value).rpartition("=")[2])
+    assert resolve_stages(replace(PARALLEL, pp_split=split), layout, layers=8, head_layers=0.5).pp_split == split
