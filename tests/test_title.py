@@ -25,11 +25,12 @@ def train(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
 
 def finish(process: "subprocess.Popen[bytes]", log: Path, seconds: float) -> int:
     """Waits for the run to end well, as long as it may take; returns the most bytes that all its processes held."""
-    began, most = time.monotonic(), 0
+    began, looked, most = time.monotonic(), time.monotonic(), 0
     try:
         while process.poll() is None and time.monotonic() - began < seconds:
             time.sleep(2)
-            most = max(most, proportional_set_size(process.pid))
+            if time.monotonic() > looked + 20:  # which takes seconds, with 128 ranks
+                most, looked = max(most, proportional_set_size(process.pid)), time.monotonic()
         assert process.poll() == 0, log.read_text()
     finally:
         if process.poll() is None:

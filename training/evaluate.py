@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from data.held_out import IGNORED, held_out_windows
+from memory.micro_batch import AUTO_TOKENS
 from parallelism.distributed_model import DistributedModel, MicroBatch
 from training.job import Job
 
@@ -16,7 +17,9 @@ def evaluate(job: Job, model: DistributedModel, held_out: np.ndarray, device: to
     part, num_parts = model.data_part
     seq_len = job.batch.seq_len
     num_windows = -(-(len(held_out) - 1) // seq_len)
+    # Nothing is kept for a backward, so that several micro-batches go through at once.
     size = job.batch.micro_batch
+    size *= max(1, min(job.batch.num_micro_batches, AUTO_TOKENS // (size * seq_len)))
     share = -(-num_windows // (size * num_parts)) * size  # windows of one rank
     inputs, targets = held_out_windows(held_out[part * share * seq_len : (part + 1) * share * seq_len + 1], seq_len)
     fill = share - len(inputs)
