@@ -188,8 +188,14 @@ class Pipeline:
     def forward(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
         """Micro-batches, without gradients: each one's summed loss, or logits, where the last stage is, else none.
 
-        All go through a stage before any goes through the next of the same rank.
+        As many as there are ranks are on their way at a time.
         """
+        size = self.group.size()
+        rounds = (parts[first : first + size] for first in range(0, len(parts), size))
+        return [result for some in rounds for result in self._forward_round(some, with_targets)]
+
+    def _forward_round(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
+        """All go through a stage before any goes through the next of the same rank."""
         last = self.num_stages - 1
         sends: list[dist.Work | None] = []
         here = [part[0] for part in parts]

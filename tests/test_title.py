@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ def finish(process: "subprocess.Popen[bytes]", log: Path, seconds: float) -> int
                 most, looked = max(most, proportional_set_size(process.pid)), time.monotonic()
         assert process.poll() == 0, log.read_text()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for folder in processes(process.pid):
+            with suppress(OSError):
+                os.kill(int(folder.name), signal.SIGKILL)
     return most
 
 
@@ -69,14 +72,18 @@ def test_the_title_command(tmp_path: Path) -> None:
     assert 2**30 < most < 12 * 2**30
 
 
+def processes(session: int) -> Iterator[Path]:
+    """The folders in /proc of all processes of a session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if os.getsid(int(folder.name)) == session:
+                yield folder
+
+
 def proportional_set_size(session: int) -> int:
     """Bytes of all processes of a session, those that several share divided among them."""
     total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(folder.name)) == session:
-                rollup = (folder / "smaps_rollup").read_text()
-                total += 1024 * int(rollup.split("\nPss:")[1].split()[0])
-        except (OSError, IndexError):  # it has ended
-            continue
+    for folder in processes(session):
+        with suppress(OSError, IndexError):
+            total += 1024 * int((folder / "smaps_rollup").read_text().split("\nPss:")[1].split()[0])
     return total

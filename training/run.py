@@ -27,7 +27,7 @@ from training.metrics import MetricsFile, Sink, StepMetrics, peak_tflops
 from training.optimizer import make_optimizer
 from training.sample import sample
 
-SAMPLE_SECONDS = 30.0  # the longest that a look at the model's text may take, where many ranks share few cores
+SAMPLE_SECONDS = 10.0  # the longest that a look at the model's text may take, where many ranks share few cores
 
 log = logging.getLogger(__name__)
 
