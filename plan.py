@@ -39,7 +39,7 @@ def show_timeline(job: Job) -> None:
     from parallelism.timeline import bubble, draw, on_paper
 
     parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
-    virtual = len(parallel.pp_split) // p
+    virtual = parallel.stages_per_rank
     orders = SCHEDULES[parallel.pp_schedule].orders(p, m, virtual)
     spans = on_paper(orders)
     share = bubble(spans)

@@ -24,6 +24,12 @@ class ParallelConfig:
     pp_virtual: int | str  # stages of a rank
     pp_split: Any  # layers of each stage; a word before it is resolved
 
+    @property
+    def stages_per_rank(self) -> int:
+        """pp_virtual, once it is a number."""
+        assert isinstance(self.pp_virtual, int)
+        return self.pp_virtual
+
     def __post_init__(self) -> None:
         one_of("parallel.cp_method", self.cp_method, CP_METHODS)
         one_of("parallel.pp_schedule", self.pp_schedule, SCHEDULES)

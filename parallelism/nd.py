@@ -81,5 +81,5 @@ def own_stages(model: GPT, layout: Layout, parallel: ParallelConfig) -> dict[int
         return {0: model}
     v_shaped = SCHEDULES[parallel.pp_schedule].v_shaped
     rank = layout.place(dist.get_rank())["pp"]
-    own = stages_of(rank, layout.pp, len(parallel.pp_split) // layout.pp, v_shaped)
+    own = stages_of(rank, layout.pp, parallel.stages_per_rank, v_shaped)
     return {stage: cut_stage(model, parallel.pp_split, stage) for stage in own}

@@ -13,10 +13,7 @@ and sequence parallelism.
 """
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +26,9 @@ from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from models.gpt import GPT
+from parallelism.clock import Clock
 from parallelism.schedules import SCHEDULES
 from parallelism.slots import Slot, rank_of
-from parallelism.timeline import Span
 
 KINDS = {kind.value: kind for kind in _ComputationType}
 Part = tuple[Tensor, Tensor, Tensor | None]  # a micro-batch's inputs, targets and positions
@@ -49,56 +46,6 @@ def cut_stage(model: GPT, counts: Sequence[int], stage: int) -> GPT:
     if stage < len(counts) - 1:
         part.norm = part.head = None
     return part
-
-
-@dataclass
-class Clock:
-    """Times the slots of one rank in one step: on a GPU by events in its stream, for which nothing has to wait."""
-
-    device: torch.device
-    running: bool = False
-    marks: list[tuple[Slot, Any, Any]] = field(default_factory=list)  # begun, ended
-    start: Any = None
-
-    def restart(self, group: ProcessGroup) -> None:
-        """All ranks of the group begin to count from here, whatever the clocks of their nodes say."""
-        self.marks = []
-        if self.running:
-            dist.barrier(group)
-            self.start = self.now()
-
-    def now(self) -> Any:
-        """A point in time."""
-        if self.device.type != "cuda":
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @contextmanager
-    def time(self, slot: Slot) -> Iterator[None]:
-        """Around the work of a slot."""
-        if not self.running:
-            yield
-            return
-        begun = self.now()
-        yield
-        self.marks.append((slot, begun, self.now()))
-
-    def extend(self) -> None:
-        """The last slot goes on until now."""
-        if self.running:
-            slot, begun, _ = self.marks[-1]
-            self.marks[-1] = (slot, begun, self.now())
-
-    def spans(self, rank: int) -> list[Span]:
-        """The slots, in seconds since the start."""
-        if self.device.type == "cuda" and self.marks:
-            torch.cuda.synchronize()
-        return [Span(rank, slot, self._since(begun), self._since(ended)) for slot, begun, ended in self.marks]
-
-    def _since(self, mark: Any) -> float:
-        return self.start.elapsed_time(mark) / 1000 if self.device.type == "cuda" else mark - self.start
 
 
 class TimedStage(PipelineStage):

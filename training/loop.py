@@ -75,8 +75,9 @@ def train(
 def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
     """Gives the sinks the picture of a pipeline's step; does nothing without one."""
     if spans:
-        name, p, m = job.config.parallel.pp_schedule, job.layout.pp, job.batch.num_micro_batches
-        theory = bubble(on_paper(SCHEDULES[name].orders(p, m, len(job.config.parallel.pp_split) // p)))
+        parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
+        name = parallel.pp_schedule
+        theory = bubble(on_paper(SCHEDULES[name].orders(p, m, parallel.stages_per_rank)))
         title = f"{name}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, {theory:.1%} in theory"
         for sink in sinks:
             sink.picture("timeline", title, lambda path: draw(spans, path, title))
