@@ -55,6 +55,10 @@ class TimedStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self.clock = clock
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch 2.11 connects ranks by; where a pipeline turns back it would have a rank send to itself."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.time(Slot(self.stage_index, "F", fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
