@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from einops import rearrange
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelism.layout import Layout, node_warning
@@ -55,14 +57,28 @@ def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> M
         log.warning(warning)
     sizes = {"p": layout.pp, "r": layout.dp // layout.dp_shard, "s": layout.dp_shard, "c": layout.cp, "t": layout.tp}
     ranks = rearrange(torch.arange(layout.world_size), "(p r s c t) -> p r s c t", **sizes)
-    weights = DeviceMesh(
-        device.type, rearrange(ranks, "p r s c t -> p (r c) s t"), mesh_dim_names=("pp", "replicas", "shard", "tp")
+    weights = rearrange(ranks, "p r s c t -> p (r c) s t")
+    cp = rearrange(ranks, "p r s c t -> (p r s t) c")
+    # A mesh would make its groups by itself, and one more for every axis of one rank. On CPUs each has a thread that
+    # wakes a hundred times a second, which is most of what many ranks on few cores then do.
+    assert dist.group.WORLD is not None
+    groups = {tuple(range(layout.world_size)): dist.group.WORLD}
+
+    def group_along(axis: int, mesh: Tensor) -> ProcessGroup:
+        lines = mesh.movedim(axis, -1).flatten(0, -2).tolist()
+        (line,) = (tuple(line) for line in lines if dist.get_rank() in line)
+        if line not in groups:
+            timeout = timedelta(minutes=timeout_minutes)
+            groups[line] = dist.new_group(line, timeout=timeout, use_local_synchronization=True)
+        return groups[line]
+
+    axes = ("pp", "replicas", "shard", "tp")
+    groups_of_weights = [group_along(axis, weights) for axis in range(len(axes))]
+    return Mesh(
+        layout,
+        DeviceMesh.from_group(groups_of_weights, device.type, weights, mesh_dim_names=axes),
+        DeviceMesh.from_group(group_along(1, cp), device.type),
     )
-    cp = DeviceMesh(device.type, rearrange(ranks, "p r s c t -> (p r s t) c"), mesh_dim_names=("others", "cp"))["cp"]
-    for group in (*weights.get_all_groups(), cp.get_group()):
-        # Groups of some of the ranks are made with torch's own timeout, and the mesh takes no other.
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
-    return Mesh(layout, weights, cp)
 
 
 def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:
@@ -84,6 +100,7 @@ def once_per_node(work: Callable[[], T], mistake: type[Exception]) -> T:
             outcome = (None, error)
     outcomes = [outcome] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome, group=everyone)
+    dist.destroy_process_group(everyone)
     for _, mistaken in outcomes:
         if mistaken is not None:
             raise mistaken
