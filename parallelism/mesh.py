@@ -61,8 +61,7 @@ def make_mesh(layout: Layout, device: torch.device, timeout_minutes: float) -> M
     cp = rearrange(ranks, "p r s c t -> (p r s t) c")
     # A mesh would make its groups by itself, and one more for every axis of one rank. On CPUs each has a thread that
     # wakes a hundred times a second, which is most of what many ranks on few cores then do.
-    assert dist.group.WORLD is not None
-    groups = {tuple(range(layout.world_size)): dist.group.WORLD}
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def group_along(axis: int, mesh: Tensor) -> ProcessGroup:
         lines = mesh.movedim(axis, -1).flatten(0, -2).tolist()
