@@ -36,6 +36,7 @@ figures: $(VENV)/installed ## Measure every number in the README (about an hour)
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/layouts.py
 	$(RUN) benchmarks/pipeline.py
+	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/learning.py
 
 lock: ## Pin the newest versions that pyproject.toml allows into requirements.lock

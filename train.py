@@ -25,6 +25,8 @@ from training.job import make_job
 # A thread of torch's that waits for another spins for 300,000 rounds before it sleeps, and one busy process beside
 # this one makes training ten times slower. At a tenth of that nothing is lost, and little to a neighbour.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+# The profiler, which measures memory, would warn that it has not seen all memory come.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -75,6 +75,7 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
     import torch
 
     from data.stream import rank_batch
+    from memory.footprint import Footprint
     from parallelism.mesh import start_process_group
     from training.console import Terminal
     from training.loop import train
@@ -113,7 +114,7 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
 
     sinks = [*make_sinks(job, folder, Terminal(job, folder, corpus)), Between()]
     optimizer = make_optimizer(model.parameters(), job.config.optim)
-    train(job, model, optimizer, corpus, StepMetrics(job, None), sinks, device, stop)
+    train(job, model, optimizer, corpus, Footprint(device, {}, 0), StepMetrics(job, None), sinks, device, stop)
     for sink in sinks:
         sink.finish()
     torch.distributed.destroy_process_group()

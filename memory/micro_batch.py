@@ -2,19 +2,9 @@
 
 from dataclasses import dataclass
 
-from checks import around, divisors, number_or_auto
+from checks import around, divisors
 
 AUTO_TOKENS = 8192  # memory.micro_batch=auto: the most tokens of one forward pass, unless one sequence has more
-
-
-@dataclass
-class MemoryConfig:
-    """Keys of the `memory` group."""
-
-    micro_batch: int | str
-
-    def __post_init__(self) -> None:
-        number_or_auto("memory.micro_batch", self.micro_batch, least=1)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,12 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     - attention is causal: a token sees (T + 1) / 2 positions on average, each 2 H D for its score and 2 H D for
       its value, so 4 H D (T + 1) / 2 per layer. Elementwise work is left out.
     """
-    matmul = config.layers * _block_matmul(config) + config.vocab_size * config.dim
-    attention = config.layers * 2 * config.heads * config.head_dim * (seq_len + 1)
-    return 3 * (2 * matmul + attention)
+    return 3 * (config.layers * block_flops_per_token(config, seq_len) + 2 * config.vocab_size * config.dim)
+
+
+def block_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Those of one block's forward, by the same convention."""
+    return 2 * _block_matmul(config) + 2 * config.heads * config.head_dim * (seq_len + 1)
 
 
 def head_layers(config: ModelConfig) -> float:

@@ -4,12 +4,13 @@ Shapes: B batch, T time, C width, H heads, K heads of keys and values, D head wi
 V vocabulary. Nothing here knows of ranks. What layouts rely on:
 - reshapes leave the number of heads open (-1), so the same line works on a tensor-parallel shard;
 - blocks have names ("0", "1", ...) that survive when a pipeline stage drops others, and the ends may be None;
-- `attention.core` and `loss` may be replaced from outside, by context and by vocabulary parallelism;
+- `attention.core` and `loss` may be replaced from outside, by context and by vocabulary parallelism, and `run_blocks`
+  by what computes blocks again in the backward;
 - `positions` says where in the sequence these tokens stand;
 - building the model decides shapes only (also on the meta device); `init_weights` fills it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,7 @@ class GPT(nn.Module):
     norm: nn.Module | None
     head: nn.Linear | None
     loss: Callable[[Tensor, Tensor], Tensor]  # (logits, targets) to the summed loss; see token_loss
+    run_blocks: Callable[[Sequence[nn.Module], Tensor, Rotation | None], Tensor]  # may run some again in the backward
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -118,6 +120,7 @@ class GPT(nn.Module):
         self.norm = make_norm(config)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.loss = token_loss
+        self.run_blocks = run_blocks
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -152,8 +155,7 @@ class GPT(nn.Module):
                 x = x + self.position_embedding(positions)  # (T, C) over the batch
             x = self.dropout(x)
         rotation = self._rotation(positions)
-        for block in self.blocks.values():
-            x = block(x, rotation)
+        x = self.run_blocks(list(self.blocks.values()), x, rotation)
         if self.norm is not None:
             x = self.norm(x)
         if self.head is not None:
@@ -174,6 +176,13 @@ class GPT(nn.Module):
             low, high = config.rope_low_freq, config.rope_high_freq
             freqs = scale_frequencies(freqs, config.rope_factor, low, high, config.rope_original_context)
         return make_rotation(positions, freqs)
+
+
+def run_blocks(blocks: Sequence[nn.Module], x: Tensor, rotation: Rotation | None) -> Tensor:
+    """One after the other: (B, T, C) to (B, T, C)."""
+    for block in blocks:
+        x = block(x, rotation)
+    return x
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

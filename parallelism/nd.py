@@ -3,10 +3,14 @@
 `parallel=dp` is this with one degree above 1.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memory.offload import offload_activations
+from memory.recompute import apply_recompute
 from models.gpt import GPT
 from parallelism.cp import apply_cp
 from parallelism.distributed_model import DistributedModel
@@ -30,12 +34,14 @@ def parallelize(
     seed: int,
     precision: str = "fp32",
     compile: bool = False,
+    ckpt: str = "none",
+    offload: Collection[str] = (),
 ) -> DistributedModel:
     """Lays the model out over the mesh and fills it with its initial weights: the order is in the body.
 
     The model is on the meta device: no rank ever holds more of it than its shards and, while they are filled, one whole
     parameter. precision: fp32, or bf16 for bf16 matmuls on fp32 weights; under FSDP the residual stream is bf16 too,
-    since its parameters are gathered so.
+    since its parameters are gathered so. ckpt and offload: as in memory/config.py.
     """
     layout, weights = mesh.layout, mesh.weights
     replicas = weights["replicas"].size()
@@ -57,13 +63,16 @@ def parallelize(
             partial = apply_tp(stage, weights["tp"], sequence_parallel=parallel.sequence_parallel)
         if layout.cp > 1:
             apply_cp(stage, mesh.cp, method=parallel.cp_method)
+        apply_recompute(stage, ckpt)
+        if "activations" in offload:
+            offload_activations(stage, device)
         if compile:
             for block in stage.blocks.values():
                 block.compile()
         if sharded:
             axes = weights["shard"] if replicas == 1 else weights["replicas", "shard"]
-            apply_fsdp(stage, axes, reshard=reshard, bf16=bf16)
-        materialise(stage, device, seed)
+            apply_fsdp(stage, axes, reshard=reshard, bf16=bf16, offload="params" in offload)
+        materialise(stage, torch.device("cpu") if "params" in offload else device, seed)
         stages[number] = stage
         trained[number] = apply_dp(stage, weights["replicas"]) if replicas > 1 and not sharded else stage
         for name, parameter in stage.named_parameters():

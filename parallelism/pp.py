@@ -24,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.profiler import record_function
 
+from memory.footprint import FORWARD
 from models.gpt import GPT
 from parallelism.clock import Clock
 from parallelism.schedules import SCHEDULES
@@ -189,7 +191,8 @@ class Pipeline:
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             assert last is not None
             model = last.module if isinstance(last, nn.parallel.DistributedDataParallel) else last
-            found = model.loss(logits, targets) / self._num_tokens  # type: ignore[operator]
+            with record_function(FORWARD):
+                found = model.loss(logits, targets) / self._num_tokens  # type: ignore[operator]
             self.clock.extend()  # the runtime asks for the loss after the last stage's forward
             return found
 

@@ -83,3 +83,24 @@ def check_micro_batches(layout: Layout, parallel: ParallelConfig, *, per_rank: i
         f"memory.micro_batch={micro_batch} cuts a rank's {per_rank} sequences into {num_micro_batches}; "
         f"valid: {smaller}parallel.pp_schedule=looped_bfs, which takes any number"
     )
+
+
+def check_halves(layout: Layout, parallel: ParallelConfig, *, compile: bool, ckpt: str) -> None:
+    """ValueError where a schedule that halves backwards meets what needs them whole.
+
+    Torch does not take a compiled backward apart. Of one that recomputes, the half of the inputs and each piece of the
+    half of the weights would recompute all: about ten forwards.
+    """
+    if layout.pp == 1 or not SCHEDULES[parallel.pp_schedule].halves:
+        return
+    if compile:
+        setting, without = "compile=true", "compile=false"
+    elif ckpt != "none":
+        setting, without = f"memory.ckpt={ckpt}", "memory.ckpt=none"
+    else:
+        return
+    whole = "interleaved_1f1b" if len(parallel.pp_split) > layout.pp else "1f1b"
+    raise ValueError(
+        f"{setting} can't be had with parallel.pp_schedule={parallel.pp_schedule}, which takes the backward apart; "
+        f"valid: {without} or parallel.pp_schedule={whole}"
+    )

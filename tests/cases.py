@@ -4,8 +4,10 @@ A new layout, technique or option gets its rows in CASES; tests/test_parity.py d
 """
 
 from dataclasses import dataclass, field, fields, replace
+from itertools import combinations
 from typing import Any
 
+from memory.config import CKPT, OFFLOAD
 from models.flops import head_layers
 from parallelism.layout import CP_METHODS, Layout, ParallelConfig
 from parallelism.stages import resolve_stages
@@ -180,6 +182,45 @@ CASES = [
     case("llama", 3, dp=2, dp_shard=2, options=BF16),
     case("gpt2", tp=2, options=BF16 | SP),
     case("llama_tied", 3, dp=2, dp_shard=2, tp=2, options=BF16),
+]
+
+# Ways to save memory: each alone, and each pair of them, accumulation being one
+PLANS = [{"ckpt": plan} for plan in CKPT[1:]]
+OFFLOADS = [{"offload": [what]} for what in OFFLOAD]
+WAYS: list[dict[str, Any]] = [
+    *PLANS,
+    *OFFLOADS,
+    *(plan | offload for plan in PLANS for offload in OFFLOADS),
+    *({"offload": [*pair]} for pair in combinations(OFFLOAD, 2)),
+]
+ON: list[dict[str, Any]] = [
+    {"model": "llama_deep", "dp": 2, "dp_shard": 2},
+    {"model": "gpt2_deep", "dp": 2},
+    {"model": "gpt2_deep", "tp": 2, "options": SP},
+    {"model": "llama_deep", "pp": 2},
+    {"model": "llama_deep", "pp": 2, "tp": 2, "dp": 2, "dp_shard": 2},
+    {"model": "gpt2_deep", "cp": 2, "options": {"cp_method": "ulysses"}},
+]
+
+
+def with_way(on: dict[str, Any], way: dict[str, Any], micro_batches: int) -> Case:
+    """A row of MEMORY."""
+    micro_batch = SEQUENCES // on.get("dp", 1) // micro_batches
+    return case(**on | {"micro_batch": micro_batch, "options": on.get("options", {}) | way})
+
+
+MEMORY = [
+    with_way(on, way, micro_batches)
+    for on in ON
+    for way in WAYS
+    if "params" not in way.get("offload", ()) or "dp_shard" in on
+    for micro_batches in ((1, 2) if "pp" not in on else (2,))
+    if len(way) == 1 or micro_batches == 2
+]
+# Of the table proper each way on one of the layouts, and with FSDP those it is alone to have; the others are slow.
+CASES += [
+    with_way(ON[0] if "params" in way.get("offload", ()) else ON[(index + index // 3) % len(ON)], way, 2)
+    for index, way in enumerate(WAYS)
 ]
 
 DROPPING = [  # no loss to equal here; but what ranks hold twice has to stay the same on both

@@ -2,6 +2,7 @@
 
 python -m tests.parity 4 OUT        four ranks run those of tests/cases.py that are for four, and leave OUT/NAME.pt
 python -m tests.parity 4 OUT 17     the same of the random products that seed 17 draws: tests/products.py
+python -m tests.parity 2 OUT memory   the same of every way to save memory, alone and in pairs, on every layout
 """
 
 import sys
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memory.offload import HostOptimizer
 from models.config import ModelConfig
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
@@ -24,7 +26,7 @@ from parallelism.layout import Layout
 from parallelism.mesh import Mesh, make_mesh, start_process_group
 from parallelism.nd import parallelize
 from parallelism.stop import Stop
-from tests.cases import CASES, DROPPING, MODELS, SEQ_LEN, SEQUENCES, Case
+from tests.cases import CASES, DROPPING, MEMORY, MODELS, SEQ_LEN, SEQUENCES, Case
 from tests.products import random_products
 
 SEED = 1
@@ -87,7 +89,9 @@ def laid_out_run(case: Case, optimizer_name: str, device: torch.device) -> dict[
         whole = GPT(config)
     parallel, options = case.settings()
     model = parallelize(whole, mesh_of(case.layout, device), device, parallel, seed=SEED, **options)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    optimizer: Any = OPTIMIZERS[optimizer_name](model.parameters())
+    if "optimizer" in options.get("offload", ()):
+        optimizer = HostOptimizer(model.parameters(), device, OPTIMIZERS[optimizer_name])
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         torch.manual_seed(STEPS * model.dropout_part + step)
@@ -186,5 +190,6 @@ def run_cases(stop: Stop, cases: list[Case], num_ranks: int, out: Path) -> int:
 
 if __name__ == "__main__":
     num_ranks, out = int(sys.argv[1]), Path(sys.argv[2])
-    cases = random_products(int(sys.argv[3])) if len(sys.argv) > 3 else CASES + DROPPING
+    chosen = sys.argv[3] if len(sys.argv) > 3 else ""
+    cases = MEMORY if chosen == "memory" else random_products(int(chosen)) if chosen else CASES + DROPPING
     sys.exit(run_ranks(run_cases, cases, num_ranks, out, num_ranks=num_ranks))

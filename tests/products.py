@@ -7,9 +7,10 @@ from hypothesis import Phase, assume, given, reject, seed, settings
 from hypothesis import strategies as st
 
 from checks import divisors
+from memory.config import CKPT, OFFLOAD, check_offload
 from parallelism.layout import CP_METHODS, Layout, check_model
 from parallelism.schedules import SCHEDULES
-from parallelism.stages import check_micro_batches
+from parallelism.stages import check_halves, check_micro_batches
 from tests.cases import MODELS, SEQ_LEN, SEQUENCES, Case
 
 NUM_PRODUCTS = 20
@@ -32,12 +33,16 @@ def products(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         options["sequence_parallel"] = draw(st.booleans())
     if dp_shard > 1:
         options["reshard"] = draw(st.booleans())
+    options["ckpt"] = draw(st.sampled_from(CKPT))
+    options["offload"] = draw(st.lists(st.sampled_from(OFFLOAD), unique=True))
     model = draw(st.sampled_from(["llama_deep", "gpt2_deep"] if pp > 1 else sorted(set(MODELS) - {"gpt2_dropout"})))
     per_rank = SEQUENCES // dp
     case = Case(layout, model, draw(st.sampled_from(divisors(per_rank)[:-1])), options)
     try:
         parallel, _ = case.settings()
         check_micro_batches(layout, parallel, per_rank=per_rank, micro_batch=case.micro_batch)
+        check_halves(layout, parallel, compile=False, ckpt=options["ckpt"])
+        check_offload(options["offload"], dp_shard)
         config = MODELS[model]
         sizes = {"heads": config.heads, "hidden_dim": config.hidden_dim, "vocab_size": config.vocab_size}
         check_model(layout, parallel, **sizes, seq_len=SEQ_LEN, dropout=0.0)

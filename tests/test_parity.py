@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import CASES, DROPPING, MODELS, Case
+from tests.cases import CASES, DROPPING, MEMORY, MODELS, Case
 from tests.cli import ROOT
 from tests.parity import OPTIMIZERS, plain_run
 from tests.products import random_products
@@ -21,16 +21,16 @@ PRODUCTS_SEED = int(os.environ["PRODUCTS_SEED"])  # see conftest.py
 
 @pytest.fixture(scope="session")
 def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function: the folder in which that many ranks have left the results of all their cases, or random products."""
+    """A function: the folder in which that many ranks have left the results of all their cases, or of chosen ones."""
 
     @cache
-    def run(num_ranks: int, *seed: int) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    def run(num_ranks: int, *chosen: int | str) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder), *map(str, seed)]
+        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder), *map(str, chosen)]
         return folder, subprocess.run(command, cwd=ROOT, timeout=600, capture_output=True, text=True)
 
-    def results(num_ranks: int, *seed: int) -> Path:
-        folder, done = run(num_ranks, *seed)
+    def results(num_ranks: int, *chosen: int | str) -> Path:
+        folder, done = run(num_ranks, *chosen)
         assert done.returncode == 0, done.stderr
         return folder
 
@@ -41,6 +41,13 @@ def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equal_to_one_rank(case: Case, optimizer: str, results_of_ranks: Any) -> None:
     assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEMORY, ids=lambda case: case.name)
+def test_every_way_to_save_memory_is_equal_to_one_rank(case: Case, results_of_ranks: Any) -> None:
+    for optimizer in OPTIMIZERS:
+        assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size, "memory"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli import ROOT, TINY, column, read_metrics, run_training, start_training
+from models.flops import num_parameters
+from tests.cli import ROOT, TINY, column, make_tiny_job, read_metrics, run_training, start_training
 from training.loop import _dropout_seed
 
 # CONTRACT 4: the keys of a step's line.
@@ -259,6 +260,8 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
         ["dp=2", "cp=2"],
         ["pp=2", "memory.micro_batch=4"],
         ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"],
+        ["memory.ckpt=full", "memory.offload=[activations,optimizer]"],
+        ["memory.ckpt=selective", "dp=2", "dp_shard=2", "memory.offload=[params]"],
     ],
     ids=" ".join,
 )
@@ -266,3 +269,16 @@ def test_compiled_blocks_give_the_same_losses(layout: list[str], one_rank: Path,
     done = run_training(tmp_path / "run", "compile=true", *layout, env={"TORCH_LOGS": "graph_code"})
     assert "TRACED GRAPH" in done.stderr
     assert column(tmp_path / "run", "loss") == pytest.approx(column(one_rank, "loss"), rel=1e-5)
+
+
+def test_the_first_five_steps_say_where_memory_goes(tmp_path: Path) -> None:
+    run_training(tmp_path / "run", "train.steps=7", "train.eval_every=0", "memory=[ckpt,offload,accum]", "dp=2")
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert [line["memory"] is None for line in lines] == [False] * 5 + [True] * 2
+    size = 4 * num_parameters(make_tiny_job().config.model)
+    held = lines[1]["memory"]["phases"]
+    assert held["optimizer"]["parameters"] == held["optimizer"]["gradients"] == pytest.approx(size, rel=0.05)
+    assert held["optimizer"]["host"] == pytest.approx(4 * size, rel=0.05)  # weights, gradients, two moments
+    assert held["optimizer"]["optimizer"] == 0
+    assert held["forward"]["activations"] > 0
+    assert (tmp_path / "run/footprint.png").read_bytes().startswith(b"\x89PNG")

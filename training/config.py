@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from checks import at_least, at_most, number_or_auto, one_of
 from data.config import DataConfig
-from memory.micro_batch import MemoryConfig
+from memory.config import MemoryConfig
 from models.config import ModelConfig
 from parallelism.layout import ParallelConfig
 from training.schedule import SHAPES
@@ -105,6 +105,7 @@ class TrainConfig:
     eval_tokens: int | None
     sample_tokens: int
     timeline_step: int
+    memory_profile: bool
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):

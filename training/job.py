@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from memory.config import check_offload
 from memory.micro_batch import BatchShape, split_batch
 from models.flops import head_layers, num_parameters
 from parallelism.layout import (
@@ -24,7 +25,7 @@ from parallelism.layout import (
 )
 from parallelism.ranks import available_bytes, joined, num_gpus
 from parallelism.schedules import SCHEDULES
-from parallelism.stages import check_micro_batches, resolve_stages
+from parallelism.stages import check_halves, check_micro_batches, resolve_stages
 from training.config import Config
 from training.schedule import LearningRate
 
@@ -114,12 +115,8 @@ def settle(config: Config, planning: bool = False) -> Job:
         rounds=layout.pp * (2 if SCHEDULES[parallel.pp_schedule].v_shaped else 1),
     )
     check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
-    if config.compile and layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves:
-        whole = "interleaved_1f1b" if config.parallel.pp_virtual not in ("auto", 1) else "1f1b"
-        raise ValueError(
-            f"compile=true can't be had with parallel.pp_schedule={config.parallel.pp_schedule}, which takes the "
-            f"backward apart; valid: compile=false or parallel.pp_schedule={whole}"
-        )
+    check_halves(layout, parallel, compile=config.compile, ckpt=config.memory.ckpt)
+    check_offload(config.memory.offload, layout.dp_shard)
     precision = resolve_precision(config.precision, device, config.model.dim)
     if device == "cuda":
         check_cuda_pieces(layout, parallel, precision=precision, head_dim=config.model.head_dim)
@@ -136,6 +133,8 @@ def settle(config: Config, planning: bool = False) -> Job:
         lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
     )
     idle = idle_settings(layout, config.parallel, config.dp_shard)
+    if config.train.memory_profile and device == "cpu":
+        idle.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
     return Job(settled, layout, device, precision, batch, steps, lr, idle)
 
 

@@ -6,9 +6,12 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch.profiler import record_function
 
 from data.corpus import Corpus
 from data.stream import rank_batch
+from memory.footprint import OPTIMIZER, Footprint
+from memory.footprint import draw as footprint_picture
 from parallelism.distributed_model import DistributedModel, MicroBatch
 from parallelism.schedules import SCHEDULES
 from parallelism.stop import Stop
@@ -16,15 +19,18 @@ from parallelism.timeline import Span, bubble, draw, on_paper
 from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
-from training.optimizer import set_lr
+from training.optimizer import Optimizer, set_lr
 from training.schedule import lr_at
+
+WATCHED_STEPS = 5  # the first ones, whose memory is measured: that makes them a tenth slower
 
 
 def train(
     job: Job,
     model: DistributedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     corpus: Corpus,
+    footprint: Footprint,
     metrics: StepMetrics,
     sinks: Sequence[Sink],
     device: torch.device,
@@ -42,10 +48,13 @@ def train(
         lr = lr_at(tokens + job.batch.tokens, job.lr)
         set_lr(optimizer, lr)
         torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.dropout_part))
-        loss = model.step(_micro_batches(job, corpus, tokens, model.data_part, device))
-        grad_norm = model.clip_grad_norm(job.config.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        with footprint.step():
+            loss = model.step(_micro_batches(job, corpus, tokens, model.data_part, device))
+            grad_norm = model.clip_grad_norm(job.config.train.clip)
+            footprint.note()
+            with record_function(OPTIMIZER):
+                optimizer.step()
+                optimizer.zero_grad()
         tokens += job.batch.tokens
 
         line = metrics.line(
@@ -55,12 +64,15 @@ def train(
             grad_norm=float(grad_norm),
             lr=lr,
             seconds=time.perf_counter() - began,
+            memory=footprint.measured(),  # after the clock has stopped
         )
         for sink in sinks:
             sink.record(line)
         check_finite("loss", line["loss"], step)
         if step == job.config.train.timeline_step:
             show_timeline(job, model.timeline(), sinks)
+        if step == min(WATCHED_STEPS, job.steps):
+            show_footprint(footprint, sinks)
         (signal_number,) = model.largest(stop())
         if signal_number:
             return signal_number
@@ -81,6 +93,13 @@ def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> Non
         title = f"{name}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, {theory:.1%} in theory"
         for sink in sinks:
             sink.picture("timeline", title, lambda path: draw(spans, path, title))
+
+
+def show_footprint(footprint: Footprint, sinks: Sequence[Sink]) -> None:
+    """Gives the sinks the picture of this rank's memory in the steps that were watched."""
+    title = "memory of rank 0, by what it is for"
+    for sink in sinks:
+        sink.picture("footprint", title, lambda path: footprint_picture(footprint.steps, path, title))
 
 
 def check_finite(name: str, value: float, step: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memory.plans import recomputed_flops_per_token
 from models.flops import flops_per_token
 from training.job import Job
 
@@ -67,12 +68,23 @@ class StepMetrics:
     peak_tflops: float | None  # of one device; None: unknown, and so is MFU
 
     def line(
-        self, *, step: int, tokens: int, loss: float, grad_norm: float, lr: float, seconds: float
+        self,
+        *,
+        step: int,
+        tokens: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        seconds: float,
+        memory: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """The metrics of one step. `loss` in nats per token, `grad_norm` before clipping, rates over all ranks."""
-        batch, layout = self.job.batch, self.job.layout
+        """One step: loss in nats per token, norm before clipping, rates over all ranks, memory of rank 0."""
+        batch, layout, model = self.job.batch, self.job.layout, self.job.config.model
         rate = batch.tokens / seconds
-        tflops = rate * flops_per_token(self.job.config.model, batch.seq_len) / layout.world_size / 1e12
+        blocks = self.job.config.parallel.pp_split
+        needed = flops_per_token(model, batch.seq_len)
+        again = recomputed_flops_per_token(model, batch.seq_len, self.job.config.memory.ckpt, blocks)
+        tflops = rate * needed / layout.world_size / 1e12
         mfu = tflops / self.peak_tflops if self.peak_tflops else None
         return {
             "step": step,
@@ -87,9 +99,9 @@ class StepMetrics:
             "tokens_per_second": rate,
             "tflops_per_device": tflops,
             "mfu": mfu,
-            "hfu": mfu,  # nothing is computed twice, so the hardware does what the model needs
+            "hfu": mfu * (needed + again) / needed if mfu else None,
             "noise_scale": None,
-            "memory": None,
+            "memory": memory,
         }
 
 

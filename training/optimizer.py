@@ -1,11 +1,22 @@
 """AdamW as GPTs are trained with it."""
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from memory.offload import HostOptimizer
 from training.config import OptimConfig
+
+Optimizer: TypeAlias = torch.optim.Optimizer | HostOptimizer
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The moments that lie on the device."""
+    if isinstance(optimizer, HostOptimizer):
+        return []
+    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -24,7 +35,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> t
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

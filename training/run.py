@@ -3,15 +3,21 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from data.corpus import Corpus, load_corpus, prepare_corpus
 from data.errors import DataError
+from memory.footprint import Footprint, Owners, cuda_history
+from memory.offload import HostOptimizer
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
 from parallelism.mesh import make_mesh, once_per_node, start_process_group
@@ -22,9 +28,9 @@ from training.errors import CANNOT_RUN
 from training.folder import FolderError, claim_folder
 from training.job import Job
 from training.logger import WandbLogger
-from training.loop import train
+from training.loop import WATCHED_STEPS, train
 from training.metrics import MetricsFile, Sink, StepMetrics, peak_tflops
-from training.optimizer import make_optimizer
+from training.optimizer import Optimizer, make_optimizer, state_of
 from training.sample import sample
 
 SAMPLE_SECONDS = 10.0  # the longest that a look at the model's text may take, where many ranks share few cores
@@ -70,12 +76,15 @@ def decide_folder(chosen: Path | None, job: Job) -> Path:
 def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path | None, stop: Stop) -> int:
     """Trains and writes a sample of text; returns the number of the signal that ended training early, or 0."""
     model = build_model(job, device)
-    optimizer = make_optimizer(model.parameters(), job.config.optim)
+    optimizer = build_optimizer(job, model, device)
+    footprint = Footprint(device, owners(job, model, optimizer), WATCHED_STEPS if folder else 0)
     metrics = StepMetrics(job, peak_tflops(job.config.cluster.peak_tflops, device, job.precision))
     terminal = Terminal(job, folder, corpus) if folder else None
     sinks = make_sinks(job, folder, terminal)
+    profiled = job.config.train.memory_profile and device.type == "cuda"
     try:
-        signal_number = train(job, model, optimizer, corpus, metrics, sinks, device, stop)
+        with cuda_history(folder / "memory.pickle") if folder and profiled else nullcontext():
+            signal_number = train(job, model, optimizer, corpus, footprint, metrics, sinks, device, stop)
         if not signal_number and job.config.train.sample_tokens:
             text = write_text(job, model, corpus, device, stop)
             (signal_number,) = model.largest(stop())
@@ -113,7 +122,31 @@ def build_model(job: Job, device: torch.device) -> DistributedModel:
         seed=job.config.seed,
         precision=job.precision,
         compile=job.config.compile,
+        ckpt=job.config.memory.ckpt,
+        offload=job.config.memory.offload,
     )
+
+
+def build_optimizer(job: Job, model: DistributedModel, device: torch.device) -> Optimizer:
+    """AdamW of this rank's parameters, where memory.offload wants it."""
+    offload = job.config.memory.offload
+    make = partial(make_optimizer, config=job.config.optim)
+    if "optimizer" in offload and "params" not in offload:  # parameters that lie on the host are updated there anyway
+        return HostOptimizer(model.parameters(), device, make)
+    return make(model.parameters())
+
+
+def owners(job: Job, model: DistributedModel, optimizer: Optimizer) -> Owners:
+    """Whose tensors are of which kind of memory."""
+    kinds: dict[str, Callable[[], list[Tensor]]] = {
+        "parameters": lambda: list(model.parameters()),
+        "gradients": lambda: [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer": lambda: state_of(optimizer),
+        "host": lambda: optimizer.host_tensors if isinstance(optimizer, HostOptimizer) else [],
+    }
+    if "params" in job.config.memory.offload:
+        return {"host": lambda: [tensor for tensors in kinds.values() for tensor in tensors()]}
+    return kinds
 
 
 def make_sinks(job: Job, folder: Path | None, terminal: Terminal | None) -> list[Sink]:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory.micro_batch import AUTO_TOKENS, MemoryConfig, split_batch
+from memory.config import MemoryConfig
+from memory.micro_batch import AUTO_TOKENS, split_batch
 
 
 @given(
@@ -55,4 +56,4 @@ def test_fewer_sequences_than_ranks() -> None:
 @pytest.mark.parametrize("value", [0, -1, "many"])
 def test_settings_out_of_range(value: int | str) -> None:
     with pytest.raises(ValueError, match=f"memory.micro_batch={value} must be auto or a number of at least 1"):
-        MemoryConfig(value)
+        MemoryConfig(value, "none", [])

@@ -25,10 +25,10 @@ def test_an_untied_embedding_is_a_unit_like_the_blocks(measure: Measure) -> None
     assert measured["gathered"] == 2 * (num_parameters("gpt2_untied", "blocks") + embedding + row) + last + row
 
 
-def test_kept_parameters_are_gathered_once_a_step(measure: Measure) -> None:
+def test_kept_parameters_are_gathered_and_their_gradients_scattered_once_a_step(measure: Measure) -> None:
     """ZeRO-2: 2(n-1)/n, however many micro-batches."""
     measured = measure("gpt2_even", 3, options={"reshard": False}, dp=2, dp_shard=2)
-    assert measured["gathered"] == num_parameters("gpt2_even")
+    assert measured["gathered"] == measured["scattered"] == num_parameters("gpt2_even")
 
 
 @pytest.mark.parametrize("micro_batch", [6, 2])

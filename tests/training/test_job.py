@@ -30,7 +30,7 @@ from training.job import make_job
         ("tokens=1", "there is no key tokens; did you mean"),
         ("model=gtp2", "model=gtp2 does not exist; valid:"),
         ("model=gtp2", "did you mean gpt2?"),
-        ("memory=[acum]", "memory=acum does not exist; valid: accum; did you mean accum?"),
+        ("memory=[acum]", "memory=acum does not exist; valid: accum, ckpt, offload; did you mean accum?"),
         ("model.layers=many", "model.layers=many has the wrong type; valid: a whole number"),
         ("model.layers=1.5", "model.layers=1.5 has the wrong type; valid: a whole number"),
         ("model.layers=null", "model.layers=None has the wrong type"),
@@ -67,6 +67,18 @@ from training.job import make_job
         ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
         ("dp=3", "batch.tokens=512 does not divide by batch.seq_len=32 * dp=3 = 96; nearest valid: batch.tokens=480"),
         ("memory.micro_batch=5", "memory.micro_batch=5 * dp=1 = 160; nearest valid: batch.tokens=480 or 640"),
+        (
+            "memory.ckpt=fulll",
+            "fulll is not one of none, full, sqrt, sqrt_deep, selective; did you mean full?",
+        ),
+        ("memory.offload=[optimiser]", "may list optimizer, params, activations; did you mean optimizer?"),
+        ("memory.offload=optimizer", "memory.offload has the wrong type; valid: a list of a word"),
+        (
+            "memory.offload=[params,optimizer]",
+            "memory.offload=[params,optimizer] with dp_shard=1: params are offloaded where they are sharded; "
+            "valid: parallel=fsdp dp=2 or more, or memory.offload=[optimizer]",
+        ),
+        ("train.memory_profile=perhaps", "train.memory_profile=perhaps has the wrong type; valid: true or false"),
         ("ep=2", "ep=2 is not built yet; valid: ep=1"),
         ("pp=3", "pp=3 * parallel.pp_virtual=1 are more stages than model.layers=2; nearest valid: pp=2"),
     ],
@@ -140,6 +152,23 @@ def test_every_auto_is_filled_in_where_it_is_written_down() -> None:
 def test_memory_presets_stack() -> None:
     for override in ("memory=accum", "memory=[accum]"):
         assert make_tiny_job(override).batch.micro_batch == 1
+    memory = make_tiny_job("memory=[ckpt,offload,accum]").config.memory
+    assert (memory.ckpt, memory.offload, memory.micro_batch) == ("full", ["optimizer"], 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["memory=ckpt", "parallel.pp_schedule=zb_h1"], "memory.ckpt=full can't .* or parallel.pp_schedule=1f1b"),
+        (["memory=ckpt", "parallel.pp_schedule=zbv"], "none or parallel.pp_schedule=interleaved_1f1b"),
+        (["compile=true", "parallel.pp_schedule=zb_h1"], "compile=true can't be had with .*; valid: compile=false"),
+    ],
+    ids=str,
+)
+def test_halved_backwards_are_not_recomputed_or_compiled(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_tiny_job("pp=2", "model.layers=4", *overrides)
+    make_tiny_job("model.layers=4", *overrides)  # without a pipeline a schedule does nothing
 
 
 def test_tokens_give_the_steps_and_whole_floats_are_numbers_of_tokens() -> None:
@@ -189,6 +218,7 @@ def test_every_group_has_a_base_that_lists_all_its_keys() -> None:
     [
         (["parallel=fsdp"], ["shards nothing at dp=1"]),
         (["parallel.sequence_parallel=true"], ["does nothing at tp=1"]),
+        (["train.memory_profile=true"], ["does nothing on a CPU"]),
         (["parallel.reshard=false", "dp=2"], ["does nothing at dp_shard=1"]),
         (["parallel=fsdp", "dp=2", "parallel.reshard=false", "tp=2", "parallel.sequence_parallel=true"], []),
     ],

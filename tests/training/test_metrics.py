@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,20 @@ from tests.cli import make_tiny_job
 from training.console import bits_per_byte
 from training.metrics import MetricsFile, StepMetrics, peak_tflops
 
+MEASURED: dict[str, Any] = {
+    "step": 1,
+    "tokens": 512,
+    "loss": 4.0,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "seconds": 0.25,
+    "memory": None,
+}
+
 
 def test_rates_follow_from_the_batch_and_the_seconds() -> None:
     job = make_tiny_job("dp=2")
-    line = StepMetrics(job, peak_tflops=1e-3).line(step=1, tokens=512, loss=4.0, grad_norm=1.0, lr=1e-3, seconds=0.25)
+    line = StepMetrics(job, peak_tflops=1e-3).line(**MEASURED)
     assert line["tokens_per_second"] == 2048
     # 2048 tokens/s over two devices of 1e-3 TFLOP/s = 1e9 FLOP/s each.
     assert line["mfu"] == pytest.approx(2048 / 2 * flops_per_token(job.config.model, 32) / 1e9)
@@ -20,7 +31,7 @@ def test_rates_follow_from_the_batch_and_the_seconds() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    line = StepMetrics(make_tiny_job(), None).line(step=1, tokens=512, loss=4.0, grad_norm=1.0, lr=1e-3, seconds=0.25)
+    line = StepMetrics(make_tiny_job(), None).line(**MEASURED)
     assert {key for key, value in line.items() if value is None} == {"mfu", "hfu", "noise_scale", "memory"}
 
 

@@ -1,0 +1,124 @@
+"""Whose memory is whose: allocations of known sizes, and what a run writes of a model's."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from memory.footprint import BACKWARD, FORWARD, GATHERED, HOST, OPTIMIZER, Footprint, Moment, draw, peaks, thinned
+
+CPU = torch.device("cpu")
+KB = 1024
+
+
+def block(kilobytes: int) -> Tensor:
+    """So much memory."""
+    return torch.empty(kilobytes * KB, dtype=torch.uint8)
+
+
+def held_at(footprint: Footprint, phase: str | None) -> dict[str, int]:
+    """Kilobytes by kind, but for those that are nothing, after the last event in a phase of the last step."""
+    held = [moment.held for moment in footprint.steps[-1] if moment.phase == phase][-1]
+    return {kind: num_bytes // KB for kind, num_bytes in held.items() if num_bytes >= KB}
+
+
+def test_what_a_forward_leaves_is_an_activation_and_what_goes_in_it_is_temporary() -> None:
+    footprint = Footprint(CPU, {}, num_steps=1)
+    with footprint.step():
+        with record_function(FORWARD):
+            kept, gone = block(100), block(30)
+            del gone
+            last = block(1)
+        with record_function(BACKWARD):
+            other = block(7)
+            del kept
+            end = block(2)
+        del other, last, end
+    found = footprint.measured()
+    assert found is not None
+    assert held_at(footprint, FORWARD) == {"activations": 101}
+    assert held_at(footprint, BACKWARD) == {"activations": 1, "temporaries": 9}
+    in_forward = {kind: num_bytes // KB for kind, num_bytes in found["phases"][FORWARD].items() if num_bytes}
+    assert in_forward == {"activations": 100, "temporaries": 30}  # the forward's peak
+    assert found["activations"] == 100 * KB  # the step's
+
+
+@pytest.mark.parametrize(("name", "kind"), [(HOST, "host"), (f"{GATHERED} (blocks.0)", "parameters")])
+def test_what_memory_is_asked_for_says_what_it_is(name: str, kind: str) -> None:
+    footprint = Footprint(CPU, {}, num_steps=1)
+    with footprint.step(), record_function(FORWARD):
+        with record_function(name):
+            some = block(50)
+        more = block(1)
+    footprint.measured()
+    assert held_at(footprint, FORWARD)[kind] == 50
+    del some, more
+
+
+def test_owners_say_what_is_theirs_whenever_it_came() -> None:
+    weights, gradients, moments = [block(100)], list[Tensor](), list[Tensor]()
+    owners = {"parameters": lambda: weights, "gradients": lambda: gradients, "optimizer": lambda: moments}
+    footprint = Footprint(CPU, owners, num_steps=2)
+    for _ in range(2):
+        with footprint.step():
+            with record_function(FORWARD):
+                torch.empty(10)
+            with record_function(BACKWARD):
+                gradients.append(block(40))
+            footprint.note()
+            with record_function(OPTIMIZER):
+                moments = moments or [block(80)]
+                gradients.clear()
+        footprint.measured()
+        assert held_at(footprint, OPTIMIZER) == {"parameters": 100, "optimizer": 80}
+        assert held_at(footprint, BACKWARD)["gradients"] == 40
+    assert held_at(footprint, FORWARD) == {"parameters": 100, "optimizer": 80}  # of the second step
+
+
+def test_what_a_step_keeps_is_there_in_the_next() -> None:
+    footprint, kept = Footprint(CPU, {}, num_steps=2), []
+    for _ in range(2):
+        with footprint.step(), record_function(FORWARD):
+            kept.append(block(100))
+            torch.empty(10)
+        footprint.measured()
+    assert held_at(footprint, FORWARD) == {"activations": 200}
+
+
+def test_only_the_first_steps_are_watched() -> None:
+    footprint = Footprint(CPU, {}, num_steps=0)
+    with footprint.step():
+        footprint.note()
+    assert footprint.measured() is None
+    assert footprint.steps == []
+
+
+def test_a_step_that_fails_fails_as_it_would_unwatched() -> None:
+    with pytest.raises(ZeroDivisionError), Footprint(CPU, {}, num_steps=1).step():
+        raise ZeroDivisionError
+    with nullcontext(), Footprint(CPU, {}, num_steps=1).step():  # the profiler can start again
+        pass
+
+
+def moments(*sizes: int) -> list[Moment]:
+    return [Moment(float(second), None, {"activations": size}) for second, size in enumerate(sizes)]
+
+
+def test_a_picture_loses_no_peak(tmp_path: Path) -> None:
+    step = moments(*range(5000), 10**6, *range(5000))
+    assert len(thinned(step)) <= 601
+    assert max(moment.total for moment in thinned(step)) == 10**6
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    footprint = Footprint(CPU, {}, num_steps=1)
+    with footprint.step(), record_function(FORWARD):
+        kept = block(100), block(1)
+    footprint.measured()
+    draw(footprint.steps, tmp_path / "footprint.png", "memory")
+    assert (tmp_path / "footprint.png").read_bytes().startswith(b"\x89PNG")
+    assert peaks(footprint.steps[0])["activations"] >= 100 * KB
+    del kept

@@ -1,0 +1,185 @@
+"""What travels to host memory and back, counted, and that it changes no number; all layouts are in tests/cases.py."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from memory import offload
+from memory.footprint import BACKWARD, FORWARD, Footprint, Owners
+from memory.offload import HostOptimizer, Traffic, offload_activations
+from models.gpt import GPT
+from tests.memory.test_recompute import BATCH, DIM, SEQ_LEN, make_model, num_bytes, run, tokens
+from training.optimizer import state_of
+
+CPU = torch.device("cpu")
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+}
+Spans = list[tuple[int, int]]
+
+
+def train(model: GPT, optimizer: HostOptimizer | torch.optim.Optimizer, passes: int = 1, steps: int = 3) -> None:
+    """Some steps of so many micro-batches."""
+    for _ in range(steps):
+        for _ in range(passes):
+            model(*tokens()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**30])
+@pytest.mark.parametrize("name", MAKERS)
+def test_updates_on_the_host_are_those_of_the_device(
+    name: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
+    here, there = make_model("none", layers=2), make_model("none", layers=2)
+    train(here, MAKERS[name](here.parameters()))
+    train(there, HostOptimizer(there.parameters(), CPU, MAKERS[name]))
+    for one, other in zip(here.parameters(), there.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_a_learning_rate_reaches_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 1)
+    model = make_model("none", layers=2)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = HostOptimizer(model.parameters(), CPU, MAKERS["sgd"])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_step_moves_gradients_out_and_weights_back_once(passes: int) -> None:
+    model = make_model("none", layers=2)
+    optimizer = HostOptimizer(model.parameters(), CPU, MAKERS["adamw"])
+    train(model, optimizer, passes, steps=3)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert optimizer.traffic == Traffic(out=3 * size, back=3 * size)
+
+
+def test_weights_gradients_and_moments_have_host_memory_of_their_own() -> None:
+    model = make_model("none", layers=2)
+    optimizer = HostOptimizer(model.parameters(), CPU, MAKERS["adamw"])
+    train(model, optimizer)
+    model(*tokens()).backward()
+    device = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert not overlap(memory(device), memory(optimizer.host_tensors))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(end - begin for begin, end in memory(optimizer.host_tensors)) >= 4 * size
+
+
+def memory(tensors: list[Tensor]) -> Spans:
+    """Where they lie."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+
+def overlap(ones: Spans, others: Spans) -> bool:
+    return any(a < d and c < b for a, b in ones for c, d in others)
+
+
+def gradients(model: GPT) -> list[Tensor]:
+    """After one backward."""
+    torch.manual_seed(7)
+    model(*tokens()).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("plan", ["none", "full", "sqrt", "sqrt_deep", "selective"])
+def test_activations_come_back_bitwise(plan: str) -> None:
+    offloaded = make_model(plan, dropout=0.1)
+    offload_activations(offloaded, CPU)
+    for plain, found in zip(gradients(make_model("none", dropout=0.1)), gradients(offloaded), strict=True):
+        assert torch.equal(plain, found)
+
+
+def test_what_blocks_save_travels_once_and_weights_stay() -> None:
+    """As many bytes as hooks count without offloading, since each memory is counted once there too."""
+    model = make_model("none")
+    traffic = offload_activations(model, CPU)
+    run(model).sum().backward()
+    assert traffic.out == traffic.back == num_bytes("none")
+
+
+def test_of_a_recomputed_block_its_input_travels() -> None:
+    model = make_model("full")
+    traffic = offload_activations(model, CPU)
+    run(model).sum().backward()
+    assert traffic.out == traffic.back == 16 * 4 * BATCH * SEQ_LEN * DIM
+
+
+def test_a_graph_that_is_kept_can_be_gone_back_through_twice() -> None:
+    model = make_model("none", layers=2)
+    offload_activations(model, CPU)
+    loss = model(*tokens())
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    loss.backward()
+    for first, parameter in zip(once, model.parameters()):
+        torch.testing.assert_close(parameter.grad, 2 * first)
+
+
+class Reuse(nn.Module):
+    """A block that changes what it has saved, in place, before it saves it again."""
+
+    def forward(self, x: Tensor, rotation: None) -> Tensor:
+        y = x * 2
+        first = y.detach() * x  # saves y
+        y.mul_(3)
+        return first + y.detach() * x  # saves what y is now
+
+
+def test_memory_that_has_changed_is_not_taken_for_what_it_was() -> None:
+    model = make_model("none", layers=1)
+    model.blocks["0"] = Reuse()
+    offload_activations(model, CPU)
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    model.run_blocks(list(model.blocks.values()), x, None).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([2.0 + 6.0, 4.0 + 12.0]))  # type: ignore[arg-type]
+
+
+def held_in_second_step(offloaded: bool) -> dict[str, dict[str, int]]:
+    """The peaks of its phases."""
+    model = make_model("none")
+    optimizer: HostOptimizer | torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if offloaded:
+        optimizer = HostOptimizer(model.parameters(), CPU, MAKERS["adamw"])
+        offload_activations(model, CPU)
+    owners: Owners = {
+        "parameters": model.parameters,
+        "gradients": lambda: [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer": lambda: state_of(optimizer),
+        "host": lambda: optimizer.host_tensors if isinstance(optimizer, HostOptimizer) else [],
+    }
+    footprint = Footprint(CPU, owners, num_steps=2)
+    for _ in range(2):
+        with footprint.step():
+            with record_function(FORWARD):
+                y = run(model)
+            with record_function(BACKWARD):
+                y.sum().backward()
+            footprint.note()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = footprint.measured()
+    assert found is not None
+    return found["phases"]
+
+
+def test_the_footprint_shows_what_is_left_on_the_device() -> None:
+    """No moments, and of a deep model's activations only what is on its way."""
+    here, there = held_in_second_step(offloaded=False), held_in_second_step(offloaded=True)
+    size = 4 * sum(parameter.numel() for parameter in make_model("none").blocks.parameters())
+    assert here["forward"]["optimizer"] == pytest.approx(2 * size, rel=0.01)
+    assert there["forward"]["optimizer"] == 0
+    assert there["forward"]["activations"] < 0.1 * here["forward"]["activations"]
+    assert there["forward"]["host"] > 4 * size
