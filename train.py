@@ -25,7 +25,9 @@ from training.job import make_job
 # A thread of torch's that waits for another spins for 300,000 rounds before it sleeps, and one busy process beside
 # this one makes training ten times slower. At a tenth of that nothing is lost, and little to a neighbour.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-# The profiler, which measures memory, would warn that it has not seen all memory come.
+# The profiler, which measures memory, would say when it starts and stops, and that it has not seen all memory come. The
+# second also hides other warnings of torch's C++ side, not its errors.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

@@ -9,6 +9,7 @@ step, beside what has moved to host memory, which is the same memory on a CPU.
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from hydra import compose, initialize_config_dir
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would say when it starts and stops
 
 from training.job import Job, make_job  # noqa: E402  (the path comes first)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from checks import nearest, number_or_auto, one_of
 
 CKPT = ("none", "full", "sqrt", "sqrt_deep", "selective")  # see recompute.py
-OFFLOAD = ("optimizer", "params", "activations")  # see offload.py
+OFFLOAD = ("optimizer", "params", "activations")  # offload_optimizer.py, parallelism/fsdp.py, offload_activations.py
 
 
 @dataclass

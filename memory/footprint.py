@@ -1,13 +1,13 @@
-"""Where memory goes in a step: every allocation of this rank, by kind, as torch's profiler reports them.
+"""Where memory goes in a step: every allocation of this rank on its device, by kind, as torch's profiler reports them.
 
-The profiler sees each allocation and each release on the device, on CPU and CUDA alike, whoever asked for it. What an
-allocation is for follows from whose memory it turns out to be (parameters, gradients, optimizer), else from when it
-lives: what a forward leaves behind is an activation, what goes as it came is temporary.
+The profiler sees each allocation and each release, on CPU and CUDA alike, whoever asked for it. On a CPU it also sees
+what has been offloaded; of pinned memory beside a GPU it knows nothing. What an allocation is for follows from whose
+memory it turns out to be (parameters, gradients, optimizer), else from when it lives: what a forward leaves behind is
+an activation, what goes as it came is temporary.
 """
 
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ GATHERED = "FSDP::all_gather"  # FSDP's own: whole parameters
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 NOTE = "note"
 FOREVER = float("inf")
+MAX_ENTRIES = 200_000  # of cuda_history, which keeps the last; several KB each
 
 COLOURS = {  # kinds, from the bottom of the picture up
     "parameters": "#4c78a8",
@@ -51,8 +52,8 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
-        return sum(self.held.values())
+        """All that is on the device: what has moved to host memory is not, also where the device is a CPU."""
+        return sum(size for kind, size in self.held.items() if kind != "host")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Footprint:
 
     def __init__(self, device: torch.device, owners: Owners, num_steps: int) -> None:
         self.steps: list[list[Moment]] = []
+        self.num_left = num_steps
         self._profiler: profile | None = None  # of the step just over
-        self._num_left = num_steps
         self._device = device
         self._owners = owners
         self._watching = False
@@ -107,18 +108,19 @@ class Footprint:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watches what happens inside, one step, if it is one of the first."""
-        if not self._num_left:
+        if not self.num_left:
             yield
             return
-        self._num_left -= 1
+        self.num_left -= 1
         self._notes = []
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would say on stderr when it starts and stops
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self._watching = True
-            self.note()
-            yield
-            self.note()
-            self._watching = False
+            try:
+                self.note()
+                yield
+                self.note()
+            finally:
+                self._watching = False
         self._profiler = profiler
 
     def measured(self) -> dict[str, Any] | None:
@@ -131,9 +133,12 @@ class Footprint:
             events, times = read_trace(json.loads(path.read_text())["traceEvents"], self._device)
         allocations = self._allocations(events, times)
         self._kept = [allocation for allocation in allocations if allocation.end == FOREVER]
-        self.steps.append(_moments(allocations, events))
         self._profiler = None
-        return peaks(self.steps[-1])
+        moments = _moments(allocations, events)
+        if not moments:
+            return None
+        self.steps.append(moments)
+        return peaks(moments) | ({"host": None} if self._device.type == "cuda" else {})
 
     def note(self) -> None:
         """Asks owners what is theirs, if the step is watched; a step has to do so while gradients are there."""
@@ -166,7 +171,7 @@ class Footprint:
         for left in live.values():
             left.kind = left.kind or asked[left.address].kind(FOREVER)
         allocations = [*done, *live.values()]
-        for time, note in zip(times, self._notes):
+        for time, note in zip(times, self._notes, strict=True):
             there = {each.address: each for each in allocations if each.begin <= time <= each.end}
             for address, (kind, num_bytes) in note.items():
                 if address in there:
@@ -213,8 +218,8 @@ def _moments(allocations: Sequence[Allocation], events: Sequence[Event]) -> list
 
 @contextmanager
 def cuda_history(path: Path) -> Iterator[None]:
-    """Has CUDA's allocator record what happens inside, and writes that to a file for pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history()
+    """Has CUDA's allocator record what happens inside, and writes the last of it, for pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
     try:
         yield
     finally:
@@ -223,13 +228,13 @@ def cuda_history(path: Path) -> Iterator[None]:
 
 
 def peaks(moments: Sequence[Moment]) -> dict[str, Any]:
-    """Bytes by kind when most is held: in the whole step, and, under `phases`, in each phase of it."""
+    """Bytes by kind when most is on the device: in the whole step, and, under `phases`, in each phase of it."""
     by_phase = {phase: [moment for moment in moments if moment.phase == phase] for phase in PHASES}
     peak = {phase: max(those, key=lambda moment: moment.total).held for phase, those in by_phase.items() if those}
     return {**max(moments, key=lambda moment: moment.total).held, "phases": peak}
 
 
-def draw(steps: Sequence[Sequence[Moment]], path: Path, title: str) -> None:
+def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) -> None:
     """Draws what was held over the steps, stacked by kind."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state

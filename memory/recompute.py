@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memory.plans import segment_size
 from models.gpt import GPT, run_blocks
 
-KEPT = {  # operators whose results `selective` keeps: the dear ones, on CPUs and GPUs, and whatever ranks exchange
+KEPT = {  # operators whose results `selective` keeps, on CPUs and GPUs; see _policy for others
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
@@ -35,7 +35,10 @@ KEPT = {  # operators whose results `selective` keeps: the dear ones, on CPUs an
 
 
 def apply_recompute(model: GPT, plan: str) -> None:
-    """Has the model's blocks run by a plan of memory.ckpt, in place. Segments have sqrt(L) blocks, rounded up."""
+    """Has the model's blocks run by a plan of memory.ckpt, in place. Segments have sqrt(L) blocks, rounded up.
+
+    Plans of segments run the row of blocks, the others each block: in its own forward, where torch.compile sees both.
+    """
     if plan in RUNNERS:
         model.run_blocks = partial(RUNNERS[plan], segment_size(len(model.blocks)))
     elif plan != "none":
@@ -54,7 +57,12 @@ def _checkpointed(forward: Callable[..., Tensor], chosen: dict[str, Any]) -> Cal
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(operator) in KEPT or operator.namespace == "_c10d_functional"
+    """Keeps also what collectives give, but for those of a ring, and what was drawn at random.
+
+    Attention that is kept does not draw its dropout again, so others that draw after it would draw something else.
+    """
+    drawn = torch.Tag.nondeterministic_seeded in operator.tags and not operator._schema.is_mutable
+    kept = str(operator) in KEPT or operator.namespace == "_c10d_functional" or drawn
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

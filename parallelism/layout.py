@@ -1,5 +1,6 @@
 """The degrees of a layout: a frozen value that refuses what can't be. Imports no torch; planning uses it too."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -213,10 +214,11 @@ def idle_settings(layout: Layout, parallel: ParallelConfig, dp_shard: int | str)
     return idle
 
 
-def check_host_memory(layout: Layout, num_parameters: int, available: int | None) -> None:
+def check_host_memory(layout: Layout, num_parameters: int, offload: Sequence[str], available: int | None) -> None:
     """ValueError where the ranks, all on this node's CPUs, need more bytes than are available; None: not known."""
     replicas = layout.dp // layout.dp_shard * layout.cp
-    needed = layout.world_size * RANK_BYTES + 4 * 4 * num_parameters * replicas  # weights, gradients, two moments
+    numbers = 6 if "optimizer" in offload else 4  # float32: weights and gradients, there once more, and two moments
+    needed = layout.world_size * RANK_BYTES + 4 * numbers * num_parameters * replicas
     if available is not None and needed > available:
         raise ValueError(
             f"the layout ({layout}) needs about {needed / 2**30:.1f} GiB and this machine has "

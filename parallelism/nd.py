@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memory.offload import offload_activations
+from memory.offload_activations import offload_activations
 from memory.recompute import apply_recompute
 from models.gpt import GPT
 from parallelism.cp import apply_cp

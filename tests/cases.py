@@ -182,6 +182,16 @@ CASES = [
     case("llama", 3, dp=2, dp_shard=2, options=BF16),
     case("gpt2", tp=2, options=BF16 | SP),
     case("llama_tied", 3, dp=2, dp_shard=2, tp=2, options=BF16),
+    case("llama", 6, dp=2, dp_shard=2, options=BF16 | {"ckpt": "full", "offload": ["params", "activations"]}),
+    case("gpt2_deep", 6, dp=2, options=BF16 | {"ckpt": "sqrt_deep", "offload": ["optimizer"]}),
+    case("llama_deep", 6, tp=2, options=BF16 | {"ckpt": "selective", "offload": ["activations"]}),
+]
+
+# Memory saved where parameters are kept, where there are replicas, and where a backward comes in halves
+CASES += [
+    case("llama_deep", 3, dp=2, dp_shard=2, options=ZERO2 | {"ckpt": "sqrt", "offload": ["params", "activations"]}),
+    case("gpt2_deep", 3, dp=4, dp_shard=2, options={"ckpt": "selective", "offload": ["optimizer", "activations"]}),
+    case("llama_deep", 3, pp=2, options={"pp_schedule": "zbv", "offload": ["optimizer", "activations"]}),
 ]
 
 # Ways to save memory: each alone, and each pair of them, accumulation being one

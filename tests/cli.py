@@ -19,6 +19,7 @@ TINY = [
     *["model.layers=2", "model.dim=32", "model.heads=4", "model.context=32", "model.vocab_size=64"],
     *["data=synthetic", "data.tokens=20000", "batch.seq_len=32", "batch.tokens=512"],
     *["train.steps=4", "train.eval_every=2", "train.eval_tokens=2000", "train.sample_tokens=0"],
+    *["train.footprint_steps=0"],
     *["device=cpu", "precision=fp32", "logger=none"],
 ]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memory.offload import HostOptimizer
+from memory.offload_optimizer import HostOptimizer
 from models.config import ModelConfig
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel

@@ -105,6 +105,7 @@ class TrainConfig:
     eval_tokens: int | None
     sample_tokens: int
     timeline_step: int
+    footprint_steps: int
     memory_profile: bool
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class TrainConfig:
             both = f"train.steps={self.steps} and train.tokens={self.tokens}"
             raise ValueError(f"{both}: exactly one of them says when to stop; valid: train.steps=200 train.tokens=null")
         at_least("train", self, 1, "steps", "tokens", "eval_tokens")
-        at_least("train", self, 0, "eval_every", "sample_tokens", "timeline_step")
+        at_least("train", self, 0, "eval_every", "sample_tokens", "timeline_step", "footprint_steps")
         if not self.clip > 0:
             raise ValueError(f"train.clip={self.clip} must be above 0; train.clip=inf never clips")
 

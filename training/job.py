@@ -83,7 +83,7 @@ def settle(config: Config, planning: bool = False) -> Job:
         if device == "cuda":
             check_local_ranks(ranks.local_world_size, gpus, ranks.started_by)
     elif device == "cpu" and not planning:
-        check_host_memory(layout, num_parameters(config.model), available_bytes())
+        check_host_memory(layout, num_parameters(config.model), config.memory.offload, available_bytes())
     elif device == "cuda":
         per_node = config.cluster.devices_per_node
         check_gpus(layout, gpus, gpus if isinstance(per_node, str) else per_node)
@@ -133,6 +133,8 @@ def settle(config: Config, planning: bool = False) -> Job:
         lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
     )
     idle = idle_settings(layout, config.parallel, config.dp_shard)
+    if {"optimizer", "params"} <= set(config.memory.offload):
+        idle.append("memory.offload: params are updated where they lie, so optimizer adds nothing")
     if config.train.memory_profile and device == "cpu":
         idle.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
     return Job(settled, layout, device, precision, batch, steps, lr, idle)

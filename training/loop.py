@@ -10,8 +10,7 @@ from torch.profiler import record_function
 
 from data.corpus import Corpus
 from data.stream import rank_batch
-from memory.footprint import OPTIMIZER, Footprint
-from memory.footprint import draw as footprint_picture
+from memory.footprint import OPTIMIZER, Footprint, draw_footprint
 from parallelism.distributed_model import DistributedModel, MicroBatch
 from parallelism.schedules import SCHEDULES
 from parallelism.stop import Stop
@@ -21,8 +20,6 @@ from training.job import Job
 from training.metrics import Sink, StepMetrics
 from training.optimizer import Optimizer, set_lr
 from training.schedule import lr_at
-
-WATCHED_STEPS = 5  # the first ones, whose memory is measured: that makes them a tenth slower
 
 
 def train(
@@ -71,7 +68,7 @@ def train(
         check_finite("loss", line["loss"], step)
         if step == job.config.train.timeline_step:
             show_timeline(job, model.timeline(), sinks)
-        if step == min(WATCHED_STEPS, job.steps):
+        if step == job.config.train.footprint_steps:
             show_footprint(footprint, sinks)
         (signal_number,) = model.largest(stop())
         if signal_number:
@@ -96,10 +93,12 @@ def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> Non
 
 
 def show_footprint(footprint: Footprint, sinks: Sequence[Sink]) -> None:
-    """Gives the sinks the picture of this rank's memory in the steps that were watched."""
+    """Gives the sinks the picture of this rank's memory in the steps that were watched; does nothing without any."""
+    if not footprint.steps:
+        return
     title = "memory of rank 0, by what it is for"
     for sink in sinks:
-        sink.picture("footprint", title, lambda path: footprint_picture(footprint.steps, path, title))
+        sink.picture("footprint", title, lambda path: draw_footprint(footprint.steps, path, title))
 
 
 def check_finite(name: str, value: float, step: int) -> None:

@@ -80,10 +80,10 @@ class StepMetrics:
     ) -> dict[str, Any]:
         """One step: loss in nats per token, norm before clipping, rates over all ranks, memory of rank 0."""
         batch, layout, model = self.job.batch, self.job.layout, self.job.config.model
+        stages = self.job.config.parallel.pp_split
         rate = batch.tokens / seconds
-        blocks = self.job.config.parallel.pp_split
         needed = flops_per_token(model, batch.seq_len)
-        again = recomputed_flops_per_token(model, batch.seq_len, self.job.config.memory.ckpt, blocks)
+        again = recomputed_flops_per_token(model, batch.seq_len, self.job.config.memory.ckpt, stages)
         tflops = rate * needed / layout.world_size / 1e12
         mfu = tflops / self.peak_tflops if self.peak_tflops else None
         return {
@@ -99,7 +99,7 @@ class StepMetrics:
             "tokens_per_second": rate,
             "tflops_per_device": tflops,
             "mfu": mfu,
-            "hfu": mfu * (needed + again) / needed if mfu else None,
+            "hfu": mfu * (needed + again) / needed if mfu is not None else None,
             "noise_scale": None,
             "memory": memory,
         }

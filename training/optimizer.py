@@ -6,14 +6,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from memory.offload import HostOptimizer
+from memory.offload_optimizer import HostOptimizer
 from training.config import OptimConfig
 
 Optimizer: TypeAlias = torch.optim.Optimizer | HostOptimizer
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """The moments that lie on the device."""
+    """Moments and counts of steps, where they lie on the device."""
     if isinstance(optimizer, HostOptimizer):
         return []
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]

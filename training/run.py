@@ -17,7 +17,7 @@ from torch import Tensor
 from data.corpus import Corpus, load_corpus, prepare_corpus
 from data.errors import DataError
 from memory.footprint import Footprint, Owners, cuda_history
-from memory.offload import HostOptimizer
+from memory.offload_optimizer import HostOptimizer
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
 from parallelism.mesh import make_mesh, once_per_node, start_process_group
@@ -28,7 +28,7 @@ from training.errors import CANNOT_RUN
 from training.folder import FolderError, claim_folder
 from training.job import Job
 from training.logger import WandbLogger
-from training.loop import WATCHED_STEPS, train
+from training.loop import show_footprint, train
 from training.metrics import MetricsFile, Sink, StepMetrics, peak_tflops
 from training.optimizer import Optimizer, make_optimizer, state_of
 from training.sample import sample
@@ -77,7 +77,7 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
     """Trains and writes a sample of text; returns the number of the signal that ended training early, or 0."""
     model = build_model(job, device)
     optimizer = build_optimizer(job, model, device)
-    footprint = Footprint(device, owners(job, model, optimizer), WATCHED_STEPS if folder else 0)
+    footprint = Footprint(device, owners(job, model, optimizer), job.config.train.footprint_steps if folder else 0)
     metrics = StepMetrics(job, peak_tflops(job.config.cluster.peak_tflops, device, job.precision))
     terminal = Terminal(job, folder, corpus) if folder else None
     sinks = make_sinks(job, folder, terminal)
@@ -92,6 +92,8 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
                 (folder / "sample.txt").write_text(text, encoding="utf-8")
                 terminal.sample(text)
     finally:
+        if footprint.num_left:  # the run ended before it was shown
+            show_footprint(footprint, sinks)
         for sink in sinks:
             sink.finish()
     return signal_number

@@ -1,6 +1,5 @@
 """Whose memory is whose: allocations of known sizes, and what a run writes of a model's."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,24 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from memory.footprint import BACKWARD, FORWARD, GATHERED, HOST, OPTIMIZER, Footprint, Moment, draw, peaks, thinned
+from memory.footprint import (
+    BACKWARD,
+    FORWARD,
+    GATHERED,
+    HOST,
+    OPTIMIZER,
+    Footprint,
+    Moment,
+    draw_footprint,
+    peaks,
+    thinned,
+)
 
 CPU = torch.device("cpu")
 KB = 1024
 
 
-def block(kilobytes: int) -> Tensor:
+def memory(kilobytes: int) -> Tensor:
     """So much memory."""
     return torch.empty(kilobytes * KB, dtype=torch.uint8)
 
@@ -29,13 +39,13 @@ def test_what_a_forward_leaves_is_an_activation_and_what_goes_in_it_is_temporary
     footprint = Footprint(CPU, {}, num_steps=1)
     with footprint.step():
         with record_function(FORWARD):
-            kept, gone = block(100), block(30)
+            kept, gone = memory(100), memory(30)
             del gone
-            last = block(1)
+            last = memory(1)
         with record_function(BACKWARD):
-            other = block(7)
+            other = memory(7)
             del kept
-            end = block(2)
+            end = memory(2)
         del other, last, end
     found = footprint.measured()
     assert found is not None
@@ -51,15 +61,15 @@ def test_what_memory_is_asked_for_says_what_it_is(name: str, kind: str) -> None:
     footprint = Footprint(CPU, {}, num_steps=1)
     with footprint.step(), record_function(FORWARD):
         with record_function(name):
-            some = block(50)
-        more = block(1)
+            some = memory(50)
+        more = memory(1)
     footprint.measured()
     assert held_at(footprint, FORWARD)[kind] == 50
     del some, more
 
 
 def test_owners_say_what_is_theirs_whenever_it_came() -> None:
-    weights, gradients, moments = [block(100)], list[Tensor](), list[Tensor]()
+    weights, gradients, moments = [memory(100)], list[Tensor](), list[Tensor]()
     owners = {"parameters": lambda: weights, "gradients": lambda: gradients, "optimizer": lambda: moments}
     footprint = Footprint(CPU, owners, num_steps=2)
     for _ in range(2):
@@ -67,10 +77,10 @@ def test_owners_say_what_is_theirs_whenever_it_came() -> None:
             with record_function(FORWARD):
                 torch.empty(10)
             with record_function(BACKWARD):
-                gradients.append(block(40))
+                gradients.append(memory(40))
             footprint.note()
             with record_function(OPTIMIZER):
-                moments = moments or [block(80)]
+                moments = moments or [memory(80)]
                 gradients.clear()
         footprint.measured()
         assert held_at(footprint, OPTIMIZER) == {"parameters": 100, "optimizer": 80}
@@ -82,10 +92,32 @@ def test_what_a_step_keeps_is_there_in_the_next() -> None:
     footprint, kept = Footprint(CPU, {}, num_steps=2), []
     for _ in range(2):
         with footprint.step(), record_function(FORWARD):
-            kept.append(block(100))
+            kept.append(memory(100))
             torch.empty(10)
         footprint.measured()
     assert held_at(footprint, FORWARD) == {"activations": 200}
+
+
+def test_the_peak_is_the_device_s_whatever_the_host_holds_then() -> None:
+    footprint = Footprint(CPU, {}, num_steps=1)
+    with footprint.step(), record_function(FORWARD):
+        most = memory(300)
+        del most
+        with record_function(HOST):
+            there = memory(900)
+        some = memory(100)
+    found = footprint.measured()
+    assert found is not None
+    assert found["temporaries"] == 300 * KB
+    assert found["host"] == 0
+    del there, some
+
+
+def test_a_step_without_any_memory_is_not_known() -> None:
+    footprint = Footprint(torch.device("cuda", 7), {}, num_steps=1)  # of which no event comes
+    with footprint.step():
+        memory(1)
+    assert footprint.measured() is None
 
 
 def test_only_the_first_steps_are_watched() -> None:
@@ -99,7 +131,7 @@ def test_only_the_first_steps_are_watched() -> None:
 def test_a_step_that_fails_fails_as_it_would_unwatched() -> None:
     with pytest.raises(ZeroDivisionError), Footprint(CPU, {}, num_steps=1).step():
         raise ZeroDivisionError
-    with nullcontext(), Footprint(CPU, {}, num_steps=1).step():  # the profiler can start again
+    with Footprint(CPU, {}, num_steps=1).step():  # the profiler can start again
         pass
 
 
@@ -107,7 +139,7 @@ def moments(*sizes: int) -> list[Moment]:
     return [Moment(float(second), None, {"activations": size}) for second, size in enumerate(sizes)]
 
 
-def test_a_picture_loses_no_peak(tmp_path: Path) -> None:
+def test_a_picture_loses_no_peak() -> None:
     step = moments(*range(5000), 10**6, *range(5000))
     assert len(thinned(step)) <= 601
     assert max(moment.total for moment in thinned(step)) == 10**6
@@ -116,9 +148,9 @@ def test_a_picture_loses_no_peak(tmp_path: Path) -> None:
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     footprint = Footprint(CPU, {}, num_steps=1)
     with footprint.step(), record_function(FORWARD):
-        kept = block(100), block(1)
+        kept = memory(100), memory(1)
     footprint.measured()
-    draw(footprint.steps, tmp_path / "footprint.png", "memory")
+    draw_footprint(footprint.steps, tmp_path / "footprint.png", "memory")
     assert (tmp_path / "footprint.png").read_bytes().startswith(b"\x89PNG")
     assert peaks(footprint.steps[0])["activations"] >= 100 * KB
     del kept

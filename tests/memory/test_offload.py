@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from memory import offload
+from memory import offload_optimizer
+from memory.copies import Traffic
 from memory.footprint import BACKWARD, FORWARD, Footprint, Owners
-from memory.offload import HostOptimizer, Traffic, offload_activations
+from memory.offload_activations import offload_activations
+from memory.offload_optimizer import HostOptimizer
 from models.gpt import GPT
 from tests.memory.test_recompute import BATCH, DIM, SEQ_LEN, make_model, num_bytes, run, tokens
 from training.optimizer import state_of
@@ -38,7 +40,7 @@ def train(model: GPT, optimizer: HostOptimizer | torch.optim.Optimizer, passes: 
 def test_updates_on_the_host_are_those_of_the_device(
     name: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(offload_optimizer, "BUCKET_BYTES", bucket_bytes)
     here, there = make_model("none", layers=2), make_model("none", layers=2)
     train(here, MAKERS[name](here.parameters()))
     train(there, HostOptimizer(there.parameters(), CPU, MAKERS[name]))
@@ -47,7 +49,7 @@ def test_updates_on_the_host_are_those_of_the_device(
 
 
 def test_a_learning_rate_reaches_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(offload_optimizer, "BUCKET_BYTES", 1)
     model = make_model("none", layers=2)
     before = [parameter.clone() for parameter in model.parameters()]
     optimizer = HostOptimizer(model.parameters(), CPU, MAKERS["sgd"])

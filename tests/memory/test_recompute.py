@@ -6,10 +6,11 @@ from math import sqrt
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from memory import recompute
 from memory.config import CKPT
 from memory.footprint import BACKWARD, FORWARD, Footprint
 from memory.plans import recomputed_flops_per_token
@@ -151,3 +152,25 @@ def test_segments_pay_in_deep_models_whose_blocks_save_little() -> None:
     assert peaks("full", 16, narrow)[1] < peaks("sqrt", 16, narrow)[1]
     assert peaks("sqrt", 64, narrow)[1] < peaks("full", 64, narrow)[1]
     assert peaks("sqrt_deep", 64)[1] < 0.5 * min(peaks("sqrt", 64)[1], peaks("full", 64)[1])
+
+
+class Random(nn.Module):
+    """A block that draws at random what `selective` keeps, then what it would not, were it not random."""
+
+    def forward(self, x: Tensor, rotation: None) -> Tensor:
+        y = x * torch.rand_like(x)
+        return torch.native_dropout(torch.sin(y), 0.5, True)[0] * y
+
+
+def test_what_is_drawn_after_kept_attention_is_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "KEPT", {"aten.rand_like.default"})  # in the place of attention with its dropout
+    found = []
+    for plan in ("none", "selective"):
+        model = make_model("none", layers=1)
+        model.blocks["0"] = Random()
+        apply_recompute(model, plan)
+        torch.manual_seed(1)
+        x = torch.linspace(1, 2, 1000).requires_grad_()
+        model.run_blocks(list(model.blocks.values()), x, None).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]

@@ -23,9 +23,9 @@ def test_an_mlp_saves_what_the_closed_form_says(preset: str, ffn_dim: int) -> No
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    x = torch.randn(1, num_tokens, config.dim) * 1.0
+    x = torch.randn(1, num_tokens, config.dim, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mlp(x.requires_grad_())
+        mlp(x)
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert num_bytes == pytest.approx(4 * num_tokens * mlp_activations(config), rel=0.02)
 

@@ -147,7 +147,14 @@ def test_tp_across_nodes_is_warned_of() -> None:
 
 
 def test_ranks_that_do_not_fit_the_memory_are_refused() -> None:
-    check_host_memory(Layout(dp=1, tp=8, pp=16), num_parameters=10**6, available=9 * 2**30)
-    check_host_memory(Layout(dp=1, tp=8, pp=16), num_parameters=10**6, available=None)
+    title = Layout(dp=1, tp=8, pp=16)
+    check_host_memory(title, num_parameters=10**6, offload=[], available=9 * 2**30)
+    check_host_memory(title, num_parameters=10**6, offload=[], available=None)
     with pytest.raises(ValueError, match=r"tp=8 pp=16, 128 ranks\) needs about 8.0 GiB and this machine has 4.0 GiB"):
-        check_host_memory(Layout(dp=1, tp=8, pp=16), num_parameters=10**6, available=4 * 2**30)
+        check_host_memory(title, num_parameters=10**6, offload=[], available=4 * 2**30)
+
+
+def test_weights_and_gradients_are_there_twice_with_an_offloaded_optimizer() -> None:
+    check_host_memory(Layout(dp=1), num_parameters=10**9, offload=["activations"], available=17 * 10**9)
+    with pytest.raises(ValueError, match=r"needs about 22\.4 GiB"):
+        check_host_memory(Layout(dp=1), num_parameters=10**9, offload=["optimizer"], available=17 * 10**9)
