@@ -71,8 +71,7 @@ class SavedTensors:
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self.copies.device.type:
             return True
-        whole = tensor if tensor._base is None else tensor._base
-        return isinstance(whole, nn.Parameter) or tensor.untyped_storage()._cdata in self.weights
+        return tensor.untyped_storage()._cdata in self.weights
 
     def unpack(self, saved: "_View | Tensor") -> Tensor:
         """The tensor, back on its device; those saved just before it set out, the one needed next ahead."""

@@ -59,6 +59,21 @@ def test_a_learning_rate_reaches_every_bucket(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
 
+def test_the_master_copy_is_on_the_host() -> None:
+    """Whatever becomes of the device's after the first step."""
+    here, there = make_model("none", layers=1), make_model("none", layers=1)
+    optimizer, offloaded = MAKERS["sgd"](here.parameters()), HostOptimizer(there.parameters(), CPU, MAKERS["sgd"])
+    for step in range(2):
+        for one, other in zip(here.parameters(), there.parameters()):
+            one.grad, other.grad = torch.ones_like(one), torch.ones_like(one)
+            if step == 1:
+                other.data.zero_()
+        optimizer.step()
+        offloaded.step()
+    for one, other in zip(here.parameters(), there.parameters()):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("passes", [1, 4])
 def test_a_step_moves_gradients_out_and_weights_back_once(passes: int) -> None:
     model = make_model("none", layers=2)
@@ -185,3 +200,5 @@ def test_the_footprint_shows_what_is_left_on_the_device() -> None:
     assert there["forward"]["optimizer"] == 0
     assert there["forward"]["activations"] < 0.1 * here["forward"]["activations"]
     assert there["forward"]["host"] > 4 * size
+    on_device = there["backward"]["activations"] + there["backward"]["temporaries"]
+    assert on_device < 0.2 * here["forward"]["activations"]  # what came back does not stay

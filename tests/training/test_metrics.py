@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.flops import flops_per_token
+from models.flops import block_flops_per_token, flops_per_token
 from tests.cli import make_tiny_job
 from training.console import bits_per_byte
 from training.metrics import MetricsFile, StepMetrics, peak_tflops
@@ -28,6 +28,16 @@ def test_rates_follow_from_the_batch_and_the_seconds() -> None:
     # 2048 tokens/s over two devices of 1e-3 TFLOP/s = 1e9 FLOP/s each.
     assert line["mfu"] == pytest.approx(2048 / 2 * flops_per_token(job.config.model, 32) / 1e9)
     assert line["tflops_per_device"] == pytest.approx(line["mfu"] * 1e-3)
+
+
+def test_hfu_counts_what_is_computed_twice() -> None:
+    """All of a block but its last matrix, 32 x 128, of 2 layers; with selective nothing."""
+    job = make_tiny_job("memory=ckpt")
+    line = StepMetrics(job, peak_tflops=1e-3).line(**MEASURED)
+    again = 2 * (block_flops_per_token(job.config.model, 32) - 2 * 32 * 128)
+    assert line["hfu"] / line["mfu"] == pytest.approx(1 + again / flops_per_token(job.config.model, 32))
+    line = StepMetrics(make_tiny_job("memory.ckpt=selective"), peak_tflops=1e-3).line(**MEASURED)
+    assert line["hfu"] == line["mfu"] > 0
 
 
 def test_what_is_not_known_is_null() -> None:
