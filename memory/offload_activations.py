@@ -1,7 +1,7 @@
 """memory.offload=[activations]: what blocks save for their backward waits in host memory, and comes back before it.
 
-After vDNN (Rhu et al. 2016, section 3), by autograd's hooks on saved tensors. Each byte travels out once, and back once
-for each backward: twice where a pipeline's schedule halves them.
+After vDNN (Rhu et al. 2016, section 3), by autograd's hooks on saved tensors. Each byte travels out once and back once.
+Where a pipeline's schedule halves backwards it stays from the first half to the second.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,6 @@ class SavedTensors:
         if waiting is None:
             waiting = self.known[key] = _Waiting(tensor, storage, self.copies, len(self.order))
             self.order.append(ref(waiting))
-        waiting.num_views += 1
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -105,8 +104,6 @@ class _Waiting:
         self.storage = storage
         self.copies = copies
         self.index = index
-        self.num_views = 0  # that are saved
-        self.num_taken = 0
         self.device = tensor.device
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.host = copies.host_memory(whole.numel(), torch.uint8)
@@ -116,22 +113,14 @@ class _Waiting:
 
     def prefetch(self) -> None:
         """Sets out, unless it has before."""
-        if self.back is None and not self.num_taken:
-            self._set_out()
+        if self.back is None:
+            self.back = torch.empty_like(self.host, device=self.device)
+            self.arrived = self.copies.back(self.host, self.back)
 
     def take(self) -> Tensor:
-        """All of it on its device, which is not kept here once each view has been asked for."""
-        if self.back is None:
-            self._set_out()
-        whole = self.back
-        assert whole is not None
+        """All of it on its device. Autograd gives it up, and this with it, when the last that saved it is through."""
+        self.prefetch()
+        assert self.back is not None
         if self.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(self.arrived)
-        self.num_taken += 1
-        if self.num_taken % self.num_views == 0:
-            self.back = self.arrived = None
-        return whole
-
-    def _set_out(self) -> None:
-        self.back = torch.empty_like(self.host, device=self.device)
-        self.arrived = self.copies.back(self.host, self.back)
+        return self.back

@@ -31,10 +31,10 @@ def test_rates_follow_from_the_batch_and_the_seconds() -> None:
 
 
 def test_hfu_counts_what_is_computed_twice() -> None:
-    """All of a block but its last matrix, 32 x 128, of 2 layers; with selective nothing."""
+    """All of a block but its last matrix, of 2 layers; with selective nothing."""
     job = make_tiny_job("memory=ckpt")
     line = StepMetrics(job, peak_tflops=1e-3).line(**MEASURED)
-    again = 2 * (block_flops_per_token(job.config.model, 32) - 2 * 32 * 128)
+    again = 2 * (block_flops_per_token(job.config.model, 32) - 2 * 32 * job.config.model.hidden_dim)
     assert line["hfu"] / line["mfu"] == pytest.approx(1 + again / flops_per_token(job.config.model, 32))
     line = StepMetrics(make_tiny_job("memory.ckpt=selective"), peak_tflops=1e-3).line(**MEASURED)
     assert line["hfu"] == line["mfu"] > 0
