@@ -40,7 +40,7 @@ WAYS = {
         "memory.offload=[optimizer]": "memory=offload",
         "memory.offload=[activations]": "memory.offload=[activations]",
         "memory.micro_batch=2": "memory.micro_batch=2",
-        "memory=[ckpt,offload,accum]": "memory=[ckpt,offload,accum] memory.offload=[optimizer,activations]",
+        "memory=[ckpt,accum], both offloaded": "memory=[ckpt,accum] memory.offload=[optimizer,activations]",
     },
     2: {
         FSDP: FSDP,

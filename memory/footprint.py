@@ -3,7 +3,7 @@
 The profiler sees each allocation and each release, on CPU and CUDA alike, whoever asked for it. On a CPU it also sees
 what has been offloaded; of pinned memory beside a GPU it knows nothing. What an allocation is for follows from whose
 memory it turns out to be (parameters, gradients, optimizer), else from when it lives: what a forward leaves behind is
-an activation, what goes as it came is temporary.
+an activation, what a backward leaves is a gradient on its way, what goes as it came is temporary.
 """
 
 import json
@@ -77,8 +77,9 @@ class Event:
             return "host"
         if GATHERED in names:
             return "parameters"
-        end = next((end for name, end in reversed(self.ranges) if name in PHASES), 0.0)
-        return "activations" if self.phase == FORWARD and released > end else "temporaries"
+        phase, end = next(((name, end) for name, end in reversed(self.ranges) if name in PHASES), (None, 0.0))
+        left = {FORWARD: "activations", BACKWARD: "gradients"}  # behind, by a forward and by a backward
+        return left.get(str(phase), "temporaries") if released > end else "temporaries"
 
 
 @dataclass
@@ -98,51 +99,49 @@ class Footprint:
     def __init__(self, device: torch.device, owners: Owners, num_steps: int) -> None:
         self.steps: list[list[Moment]] = []
         self.num_left = num_steps
-        self._profiler: profile | None = None  # of the step just over
         self._device = device
         self._owners = owners
-        self._watching = False
+        self._profiler: profile | None = None
         self._notes: list[dict[int, tuple[str, int]]] = []  # by address: kind and bytes of what owners held
         self._kept: list[Allocation] = []  # from one step to the next
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watches what happens inside, one step, if it is one of the first."""
-        if not self.num_left:
-            yield
-            return
-        self.num_left -= 1
-        self._notes = []
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self._watching = True
-            try:
-                self.note()
-                yield
-                self.note()
-            finally:
-                self._watching = False
-        self._profiler = profiler
+        if self.num_left and self._profiler is None:
+            self._profiler = _started()
+        self.note()
+        yield
+        self.note()
 
     def measured(self) -> dict[str, Any] | None:
         """The `peaks` of the step just over, if it was watched. To be asked once a step."""
-        if self._profiler is None:
+        profiler, notes = self._profiler, self._notes
+        if profiler is None:
             return None
+        profiler.stop()
+        self.num_left -= 1
+        # The next begins at once: what is given back between two steps would be missed, and stay for ever.
+        self._profiler, self._notes = _started() if self.num_left else None, []
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
             events, times = read_trace(json.loads(path.read_text())["traceEvents"], self._device)
-        allocations = self._allocations(events, times)
-        self._kept = [allocation for allocation in allocations if allocation.end == FOREVER]
-        self._profiler = None
-        moments = _moments(allocations, events)
+        moments = _moments(self._allocations(events, times, notes), events, since=times[0])
         if not moments:
             return None
         self.steps.append(moments)
         return peaks(moments) | ({"host": None} if self._device.type == "cuda" else {})
 
+    def close(self) -> None:
+        """No step will come any more."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
     def note(self) -> None:
         """Asks owners what is theirs, if the step is watched; a step has to do so while gradients are there."""
-        if not self._watching:
+        if self._profiler is None:
             return
         with record_function(NOTE):
             held: dict[int, tuple[str, int]] = {}
@@ -154,13 +153,15 @@ class Footprint:
                         held[storage.data_ptr()] = (kind, storage.nbytes())
             self._notes.append(held)
 
-    def _allocations(self, events: Sequence[Event], times: Sequence[float]) -> list[Allocation]:
-        """All memory that is held at some time of the step, and what it is; `times` of the notes."""
+    def _allocations(
+        self, events: Sequence[Event], times: Sequence[float], notes: Sequence[dict[int, tuple[str, int]]]
+    ) -> list[Allocation]:
+        """All memory that is held at some time since the step before, and what it is; notes, and their times."""
         live = {kept.address: Allocation(kept.address, kept.num_bytes, 0.0, FOREVER, kept.kind) for kept in self._kept}
         asked: dict[int, Event] = {}
         done: list[Allocation] = []
         for event in events:
-            if event.num_bytes > 0:  # what was kept at this address went between the steps
+            if event.num_bytes > 0:
                 live[event.address] = Allocation(event.address, event.num_bytes, event.time, FOREVER, "")
                 asked[event.address] = event
             elif event.address in live:
@@ -170,13 +171,14 @@ class Footprint:
                 done.append(gone)
         for left in live.values():
             left.kind = left.kind or asked[left.address].kind(FOREVER)
+        self._kept = list(live.values())
         allocations = [*done, *live.values()]
-        for time, note in zip(times, self._notes, strict=True):
+        for time, note in zip(times, notes, strict=True):
             there = {each.address: each for each in allocations if each.begin <= time <= each.end}
             for address, (kind, num_bytes) in note.items():
                 if address in there:
                     there[address].kind = kind
-                else:  # it is older than all that was watched
+                else:  # older than all that was watched, so that nothing would tell when it is given back
                     allocations.append(Allocation(address, num_bytes, 0.0, FOREVER, kind))
         return allocations
 
@@ -200,8 +202,14 @@ def read_trace(trace: Sequence[Any], device: torch.device) -> tuple[list[Event],
     return events, notes
 
 
-def _moments(allocations: Sequence[Allocation], events: Sequence[Event]) -> list[Moment]:
-    """What is held after each event."""
+def _started() -> profile:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
+    return profiler
+
+
+def _moments(allocations: Sequence[Allocation], events: Sequence[Event], since: float) -> list[Moment]:
+    """What is held after each event of the step, which began at `since`."""
     begun = {(each.address, each.begin): each for each in allocations}
     ended = {(each.address, each.end): each for each in allocations}
     held = dict.fromkeys(COLOURS, 0)
@@ -212,7 +220,8 @@ def _moments(allocations: Sequence[Allocation], events: Sequence[Event]) -> list
         changed = (begun if event.num_bytes > 0 else ended).get((event.address, event.time))
         if changed is not None:
             held[changed.kind] += changed.num_bytes if event.num_bytes > 0 else -changed.num_bytes
-            moments.append(Moment((event.time - events[0].time) / 1e6, event.phase, dict(held)))
+            if event.time > since:
+                moments.append(Moment((event.time - since) / 1e6, event.phase, dict(held)))
     return moments
 
 
@@ -235,7 +244,7 @@ def peaks(moments: Sequence[Moment]) -> dict[str, Any]:
 
 
 def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) -> None:
-    """Draws what was held over the steps, stacked by kind."""
+    """Draws what the device held over the steps, stacked by kind, and as a line what host memory held."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
     from matplotlib.figure import Figure
@@ -247,15 +256,19 @@ def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) ->
     for number, step in enumerate(steps, 1):
         begin = times[-1] if times else 0.0
         axes.axvline(begin, color="black", linewidth=0.5)
-        axes.annotate(f"step {number}", (begin, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
+        axes.annotate(f" step {number}", (begin, 0.99), xycoords=("data", "axes fraction"), va="top", fontsize=8)
         shown = thinned(step)
         times += [begin + moment.seconds for moment in shown]
         moments += shown
-    kinds = [kind for kind in COLOURS if any(moment.held[kind] for moment in moments)]
-    layers = [[moment.held[kind] / 2**20 for moment in moments] for kind in kinds]
-    axes.stackplot(times, layers, labels=kinds, colors=[COLOURS[kind] for kind in kinds], step="post")
-    axes.set(title=title, xlabel="seconds in steps", ylabel="MiB", xlim=(0, times[-1]), ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
+    mebibytes = {kind: [moment.held[kind] / 2**20 for moment in moments] for kind in COLOURS}
+    kinds = [kind for kind, sizes in mebibytes.items() if kind != "host" and any(sizes)]
+    colours = [COLOURS[kind] for kind in kinds]
+    axes.stackplot(times, *(mebibytes[kind] for kind in kinds), labels=kinds, colors=colours, step="post")
+    if any(mebibytes["host"]):
+        axes.step(times, mebibytes["host"], where="post", color="black", linestyle=":", label="in host memory")
+    axes.set(title=title, xlabel="seconds in steps", ylabel="MiB", xlim=(0, times[-1]))
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])  # room for the numbers of steps
+    figure.legend(loc="outside lower center", ncols=len(kinds) + 1, frameon=False)
     FigureCanvasAgg(figure).print_png(path)
 
 

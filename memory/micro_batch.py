@@ -47,10 +47,13 @@ def split_batch(
         named = "" if isinstance(micro_batch, str) else f" * memory.micro_batch={micro_batch}"
         step = share * num_parts
         below = max(tokens, 0) // step * step
+        per_rank, rest = divmod(tokens, seq_len * num_parts)
+        sizes = divisors(per_rank) if named and per_rank and not rest else []
+        smaller = f"memory.micro_batch={around(int(micro_batch), sizes)}, or " if sizes else ""
         fewer = [d for d in divisors(max(tokens, 1) // share) if d < num_parts and d % shard == 0]
         raise ValueError(
             f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
-            f"nearest valid: batch.tokens={around(tokens, (below, below + step))}"
+            f"nearest valid: {smaller}batch.tokens={around(tokens, (below, below + step))}"
             + (f", or dp={fewer[-1]}" if fewer and tokens % share == 0 and 0 < tokens < step else "")
         )
     num_sequences = tokens // seq_len

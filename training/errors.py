@@ -83,7 +83,9 @@ def explain(error: BaseException) -> str:
         return f"{key} has no value; valid: {_type_words(key)}"
     if isinstance(error, OmegaConfBaseException) and key:
         value = re.search(r"[Vv]alue '(.*?)'", str(error))
-        return f"{f'{key}={value[1]}' if value else key} has the wrong type; valid: {_type_words(key)}"
+        words = _type_words(key)
+        words += f", in brackets: {key}=[...]" if words.startswith("a list") and "[" not in key else ""
+        return f"{f'{key}={value[1]}' if value else key} has the wrong type; valid: {words}"
     if str(error).startswith(GROUP_PROBLEM):  # batch=3; Hydra does not say which
         pairs = (argument.partition("=") for argument in sys.argv[1:])
         named = [f"{key}/{value}" for key, _, value in pairs if key in groups()]

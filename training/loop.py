@@ -69,7 +69,7 @@ def train(
         if step == job.config.train.timeline_step:
             show_timeline(job, model.timeline(), sinks)
         if step == job.config.train.footprint_steps:
-            show_footprint(footprint, sinks)
+            show_footprint(job, footprint, sinks)
         (signal_number,) = model.largest(stop())
         if signal_number:
             return signal_number
@@ -92,11 +92,12 @@ def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> Non
             sink.picture("timeline", title, lambda path: draw(spans, path, title))
 
 
-def show_footprint(footprint: Footprint, sinks: Sequence[Sink]) -> None:
+def show_footprint(job: Job, footprint: Footprint, sinks: Sequence[Sink]) -> None:
     """Gives the sinks the picture of this rank's memory in the steps that were watched; does nothing without any."""
     if not footprint.steps:
         return
-    title = "memory of rank 0, by what it is for"
+    peak = max(moment.total for step in footprint.steps for moment in step) / 2**20
+    title = f"memory of rank 0 ({job.layout}): at most {peak:,.0f} MiB on {job.device}"
     for sink in sinks:
         sink.picture("footprint", title, lambda path: draw_footprint(footprint.steps, path, title))
 

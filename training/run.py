@@ -93,7 +93,8 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
                 terminal.sample(text)
     finally:
         if footprint.num_left:  # the run ended before it was shown
-            show_footprint(footprint, sinks)
+            footprint.close()
+            show_footprint(job, footprint, sinks)
         for sink in sinks:
             sink.finish()
     return signal_number

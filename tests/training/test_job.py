@@ -66,13 +66,16 @@ from training.job import make_job
         ("parallel.sequence_paralel=true", "did you mean parallel.sequence_parallel?"),
         ("parallel.reshard=never", "parallel.reshard=never has the wrong type; valid: true or false"),
         ("dp=3", "batch.tokens=512 does not divide by batch.seq_len=32 * dp=3 = 96; nearest valid: batch.tokens=480"),
-        ("memory.micro_batch=5", "memory.micro_batch=5 * dp=1 = 160; nearest valid: batch.tokens=480 or 640"),
+        ("memory.micro_batch=5", "= 160; nearest valid: memory.micro_batch=4 or 8, or batch.tokens=480 or 640"),
         (
             "memory.ckpt=fulll",
             "fulll is not one of none, full, sqrt, sqrt_deep, selective; did you mean full?",
         ),
         ("memory.offload=[optimiser]", "may list optimizer, params, activations; did you mean optimizer?"),
-        ("memory.offload=optimizer", "memory.offload has the wrong type; valid: a list of a word"),
+        (
+            "memory.offload=optimizer",
+            "has the wrong type; valid: a list of a word, in brackets: memory.offload=[...]",
+        ),
         (
             "memory.offload=[params,optimizer]",
             "memory.offload=[params,optimizer] with dp_shard=1: params are offloaded where they are sharded; "
