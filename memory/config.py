@@ -34,3 +34,12 @@ def check_offload(offload: list[str], dp_shard: int) -> None:
             f"memory.offload=[{','.join(offload)}] with dp_shard=1: params are offloaded where they are sharded; "
             f"valid: parallel=fsdp dp=2 or more, or memory.offload=[{rest}]"
         )
+
+
+def check_selective(ckpt: str, *, compile: bool, ring: bool) -> None:
+    """ValueError where torch.compile can't look into the blocks that `selective` recomputes, and would run them as is."""
+    if ckpt == "selective" and compile and ring:
+        raise ValueError(
+            "memory.ckpt=selective can't be had with compile=true and parallel.cp_method=ring; "
+            "valid: memory.ckpt=full, or compile=false, or parallel.cp_method=ulysses"
+        )

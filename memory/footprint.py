@@ -1,14 +1,13 @@
 """Where memory goes in a step: every allocation of this rank on its device, by kind, as torch's profiler reports them.
 
-The profiler sees each allocation and each release, on CPU and CUDA alike, whoever asked for it. On a CPU it also sees
+The profiler (by private names of torch 2.11 and 2.13: its public ones record operators too, which costs more than the
+step) sees each allocation and each release, on CPU and CUDA alike, whoever asked for it. On a CPU it also sees
 what has been offloaded; of pinned memory beside a GPU it knows nothing. What an allocation is for follows from whose
 memory it turns out to be (parameters, gradients, optimizer), else from when it lives: what a forward leaves behind is
 an activation, what a backward leaves is a gradient on its way, what goes as it came is temporary.
 """
 
-import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 # Ranges of a step, as record_function names them, that say what is going on when memory is asked for.
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -27,6 +35,7 @@ GATHERED = "FSDP::all_gather"  # FSDP's own: whole parameters
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 NOTE = "note"
 FOREVER = float("inf")
+NUM_BINS = 600  # of the times of a step that a picture tells apart
 MAX_ENTRIES = 200_000  # of cuda_history, which keeps the last; several KB each
 
 COLOURS = {  # kinds, from the bottom of the picture up
@@ -56,14 +65,14 @@ class Moment:
         return sum(size for kind, size in self.held.items() if kind != "host")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """Memory that is asked for, or, with negative bytes, given back."""
 
-    time: float  # in microseconds, as all times of a trace
+    time: int  # in nanoseconds, as all times here
     address: int
     num_bytes: int
-    ranges: tuple[tuple[str, float], ...]  # the names of those it happens in, from the outermost in, and their ends
+    ranges: tuple[tuple[str, int], ...]  # the names of those it happens in, from the outermost in, and their ends
 
     @property
     def phase(self) -> str | None:
@@ -77,7 +86,7 @@ class Event:
             return "host"
         if GATHERED in names:
             return "parameters"
-        phase, end = next(((name, end) for name, end in reversed(self.ranges) if name in PHASES), (None, 0.0))
+        phase, end = next(((name, end) for name, end in reversed(self.ranges) if name in PHASES), (None, 0))
         left = {FORWARD: "activations", BACKWARD: "gradients"}  # behind, by a forward and by a backward
         return left.get(str(phase), "temporaries") if released > end else "temporaries"
 
@@ -101,47 +110,45 @@ class Footprint:
         self.num_left = num_steps
         self._device = device
         self._owners = owners
-        self._profiler: profile | None = None
+        self._watching = False
         self._notes: list[dict[int, tuple[str, int]]] = []  # by address: kind and bytes of what owners held
         self._kept: list[Allocation] = []  # from one step to the next
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watches what happens inside, one step, if it is one of the first."""
-        if self.num_left and self._profiler is None:
-            self._profiler = _started()
+        if self.num_left and not self._watching:
+            self._watching = True
+            _enable()
         self.note()
         yield
         self.note()
 
     def measured(self) -> dict[str, Any] | None:
         """The `peaks` of the step just over, if it was watched. To be asked once a step."""
-        profiler, notes = self._profiler, self._notes
-        if profiler is None:
+        if not self._watching:
             return None
-        profiler.stop()
+        result, notes = _disable_profiler(), self._notes
         self.num_left -= 1
         # The next begins at once: what is given back between two steps would be missed, and stay for ever.
-        self._profiler, self._notes = _started() if self.num_left else None, []
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events, times = read_trace(json.loads(path.read_text())["traceEvents"], self._device)
-        moments = _moments(self._allocations(events, times, notes), events, since=times[0])
-        if not moments:
+        self._watching, self._notes = self.num_left > 0, []
+        if self._watching:
+            _enable()
+        events, times = read_trace(result.experimental_event_tree(), self._device)
+        if not events:
             return None
-        self.steps.append(moments)
-        return peaks(moments) | ({"host": None} if self._device.type == "cuda" else {})
+        self.steps.append(_moments(self._allocations(events, times, notes), events, since=times[0]))
+        return peaks(self.steps[-1]) | ({"host": None} if self._device.type == "cuda" else {})
 
     def close(self) -> None:
         """No step will come any more."""
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
+        if self._watching:
+            _disable_profiler()
+            self._watching = False
 
     def note(self) -> None:
         """Asks owners what is theirs, if the step is watched; a step has to do so while gradients are there."""
-        if self._profiler is None:
+        if not self._watching:
             return
         with record_function(NOTE):
             held: dict[int, tuple[str, int]] = {}
@@ -171,7 +178,6 @@ class Footprint:
                 done.append(gone)
         for left in live.values():
             left.kind = left.kind or asked[left.address].kind(FOREVER)
-        self._kept = list(live.values())
         allocations = [*done, *live.values()]
         for time, note in zip(times, notes, strict=True):
             there = {each.address: each for each in allocations if each.begin <= time <= each.end}
@@ -180,49 +186,75 @@ class Footprint:
                     there[address].kind = kind
                 else:  # older than all that was watched, so that nothing would tell when it is given back
                     allocations.append(Allocation(address, num_bytes, 0.0, FOREVER, kind))
+        # What somebody owns, or was asked for outside of all phases, lasts. Of the rest a collective's thread may have
+        # been the last to let go, which the profiler does not see.
+        owned = {address for note in notes for address in note}
+        lasting = owned | {address for address in live if address not in asked or asked[address].phase is None}
+        self._kept = [each for each in live.values() if each.address in lasting]
         return allocations
 
 
-def read_trace(trace: Sequence[Any], device: torch.device) -> tuple[list[Event], list[float]]:
+def read_trace(tree: Sequence[Any], device: torch.device) -> tuple[list[Event], list[int]]:
     """The memory events of a device in a trace of torch's profiler, in order, and when each note had been taken."""
-    index = -1 if device.type == "cpu" else (device.index or 0)
+    entries: list[Any] = []
+    rest = list(tree)
+    while rest:
+        entry = rest.pop()
+        rest += entry.children
+        entries.append(entry)
+    entries.sort(key=lambda entry: entry.start_time_ns)
     events: list[Event] = []
-    notes: list[float] = []
-    ranges: list[tuple[str, float]] = []
-    for entry in sorted(trace, key=lambda entry: float(entry.get("ts", 0))):
-        time, name = float(entry.get("ts", 0)), str(entry.get("name"))
-        if entry.get("cat") == "user_annotation":
-            end = time + float(entry["dur"])
-            ranges.append((GATHERED if name.startswith(GATHERED) else name, end))
+    notes: list[int] = []
+    ranges: tuple[tuple[str, int], ...] = ()
+    for entry in entries:
+        time = entry.start_time_ns
+        if ranges and any(end < time for _, end in ranges):
+            ranges = tuple((name, end) for name, end in ranges if end >= time)
+        if entry.tag == _EventType.Allocation:
+            _, fields = entry.typed
+            if fields.device.type == device.type and fields.device.index in (None, device.index or 0):
+                events.append(Event(time, fields.ptr, fields.alloc_size, ranges))
+        else:
+            name = GATHERED if entry.name.startswith(GATHERED) else entry.name
+            ranges = (*ranges, (name, entry.end_time_ns))
             if name == NOTE:
-                notes.append(end)
-        elif name == "[memory]" and entry["args"]["Device Id"] == index:
-            ranges = [(name, end) for name, end in ranges if end >= time]
-            events.append(Event(time, entry["args"]["Addr"], entry["args"]["Bytes"], tuple(ranges)))
+                notes.append(entry.end_time_ns)
     return events, notes
 
 
-def _started() -> profile:
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    profiler.start()
-    return profiler
+def _enable() -> None:
+    """Starts torch's profiler for memory and ranges alone: operators would be ten times as much to go through."""
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    _prepare_profiler(config, {ProfilerActivity.CPU})
+    _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
 
 
-def _moments(allocations: Sequence[Allocation], events: Sequence[Event], since: float) -> list[Moment]:
-    """What is held after each event of the step, which began at `since`."""
+def _moments(allocations: Sequence[Allocation], events: Sequence[Event], since: int) -> list[Moment]:
+    """What is held after events of the step, which began at `since`.
+
+    Of each phase's part of each of NUM_BINS equal times, the fullest moment and the last: no peak is lost.
+    """
     begun = {(each.address, each.begin): each for each in allocations}
     ended = {(each.address, each.end): each for each in allocations}
     held = dict.fromkeys(COLOURS, 0)
     for each in allocations:
-        held[each.kind] += each.num_bytes if each.begin == 0.0 else 0
-    moments = []
+        held[each.kind] += each.num_bytes if each.begin == 0 else 0
+    width = max(events[-1].time - since, 1) / NUM_BINS
+    fullest: dict[tuple[int, str | None], Moment] = {}
+    last: dict[tuple[int, str | None], Moment] = {}
     for event in events:
         changed = (begun if event.num_bytes > 0 else ended).get((event.address, event.time))
-        if changed is not None:
-            held[changed.kind] += changed.num_bytes if event.num_bytes > 0 else -changed.num_bytes
-            if event.time > since:
-                moments.append(Moment((event.time - since) / 1e6, event.phase, dict(held)))
-    return moments
+        if changed is None:
+            continue
+        held[changed.kind] += changed.num_bytes if event.num_bytes > 0 else -changed.num_bytes
+        if event.time > since:
+            now = Moment((event.time - since) / 1e9, event.phase, dict(held))
+            place = (int((event.time - since) / width), event.phase)
+            last[place] = now
+            if place not in fullest or now.total > fullest[place].total:
+                fullest[place] = now
+    kept = {id(moment): moment for moment in (*fullest.values(), *last.values())}
+    return sorted(kept.values(), key=lambda moment: moment.seconds)
 
 
 @contextmanager
@@ -257,9 +289,8 @@ def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) ->
         begin = times[-1] if times else 0.0
         axes.axvline(begin, color="black", linewidth=0.5)
         axes.annotate(f" step {number}", (begin, 0.99), xycoords=("data", "axes fraction"), va="top", fontsize=8)
-        shown = thinned(step)
-        times += [begin + moment.seconds for moment in shown]
-        moments += shown
+        times += [begin + moment.seconds for moment in step]
+        moments += step
     mebibytes = {kind: [moment.held[kind] / 2**20 for moment in moments] for kind in COLOURS}
     kinds = [kind for kind, sizes in mebibytes.items() if kind != "host" and any(sizes)]
     colours = [COLOURS[kind] for kind in kinds]
@@ -270,14 +301,3 @@ def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) ->
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])  # room for the numbers of steps
     figure.legend(loc="outside lower center", ncols=len(kinds) + 1, frameon=False)
     FigureCanvasAgg(figure).print_png(path)
-
-
-def thinned(moments: Sequence[Moment], num_bins: int = 600) -> list[Moment]:
-    """The fullest moment of each of so many equal parts of the step: no peak is lost."""
-    length = moments[-1].seconds or 1.0
-    fullest: dict[int, Moment] = {}
-    for moment in moments:
-        number = int(moment.seconds / length * num_bins)
-        if number not in fullest or moment.total > fullest[number].total:
-            fullest[number] = moment
-    return list(fullest.values())

@@ -37,21 +37,22 @@ KEPT = {  # operators whose results `selective` keeps, on CPUs and GPUs; see _po
 def apply_recompute(model: GPT, plan: str) -> None:
     """Has the model's blocks run by a plan of memory.ckpt, in place. Segments have sqrt(L) blocks, rounded up.
 
-    Plans of segments run the row of blocks, the others each block: in its own forward, where torch.compile sees both.
+    Recomputing goes on around blocks, compiled or not; `selective` alone looks into them, and is compiled with them.
     """
     if plan in RUNNERS:
-        model.run_blocks = partial(RUNNERS[plan], segment_size(len(model.blocks)))
-    elif plan != "none":
-        chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if plan == "selective" else {}
+        size = 1 if plan == "full" else segment_size(len(model.blocks))
+        model.run_blocks = partial(RUNNERS[plan], size)
+    elif plan == "selective":
         for block in model.blocks.values():
-            block.forward = _checkpointed(block.forward, chosen)
+            block.forward = _selective(block.forward)
 
 
-def _checkpointed(forward: Callable[..., Tensor], chosen: dict[str, Any]) -> Callable[..., Tensor]:
+def _selective(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function, which torch.compile looks into; it would run a partial of `checkpoint` as it is."""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
 
     def run(x: Tensor, rotation: Any) -> Tensor:
-        return checkpoint(forward, x, rotation, use_reentrant=False, **chosen)
+        return checkpoint(forward, x, rotation, use_reentrant=False, context_fn=contexts)
 
     return run
 
@@ -113,4 +114,4 @@ def _set_random_state(state: list[Tensor], like: Tensor) -> None:
         torch.cuda.set_rng_state(state[1], like.device)
 
 
-RUNNERS = {"sqrt": _by_segment, "sqrt_deep": _by_block}
+RUNNERS = {"full": _by_segment, "sqrt": _by_segment, "sqrt_deep": _by_block}

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from memory.config import check_offload
+from memory.config import check_offload, check_selective
 from memory.micro_batch import BatchShape, split_batch
 from models.flops import head_layers, num_parameters
 from parallelism.layout import (
@@ -117,6 +117,8 @@ def settle(config: Config, planning: bool = False) -> Job:
     check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
     check_halves(layout, parallel, compile=config.compile, ckpt=config.memory.ckpt)
     check_offload(config.memory.offload, layout.dp_shard)
+    ring = layout.cp > 1 and parallel.cp_method == "ring"
+    check_selective(config.memory.ckpt, compile=config.compile, ring=ring)
     precision = resolve_precision(config.precision, device, config.model.dim)
     if device == "cuda":
         check_cuda_pieces(layout, parallel, precision=precision, head_dim=config.model.head_dim)

@@ -159,6 +159,12 @@ def test_memory_presets_stack() -> None:
     assert (memory.ckpt, memory.offload, memory.micro_batch) == ("full", ["optimizer"], 1)
 
 
+def test_selective_is_not_compiled_around_a_ring() -> None:
+    with pytest.raises(ValueError, match=r"memory.ckpt=selective can't be had with .*; valid: memory.ckpt=full"):
+        make_tiny_job("cp=2", "compile=true", "memory.ckpt=selective")
+    make_tiny_job("cp=2", "compile=true", "memory.ckpt=full")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
