@@ -37,7 +37,7 @@ def check_offload(offload: list[str], dp_shard: int) -> None:
 
 
 def check_selective(ckpt: str, *, compile: bool, ring: bool) -> None:
-    """ValueError where torch.compile can't look into the blocks that `selective` recomputes, and would run them as is."""
+    """ValueError where torch.compile can't look into what `selective` recomputes, and would run it as it is."""
     if ckpt == "selective" and compile and ring:
         raise ValueError(
             "memory.ckpt=selective can't be had with compile=true and parallel.cp_method=ring; "
