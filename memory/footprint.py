@@ -36,7 +36,6 @@ PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 NOTE = "note"
 FOREVER = float("inf")
 NUM_BINS = 600  # of the times of a step that a picture tells apart
-MAX_ENTRIES = 200_000  # of cuda_history, which keeps the last; several KB each
 
 COLOURS = {  # kinds, from the bottom of the picture up
     "parameters": "#4c78a8",
@@ -255,17 +254,6 @@ def _moments(allocations: Sequence[Allocation], events: Sequence[Event], since: 
                 fullest[place] = now
     kept = {id(moment): moment for moment in (*fullest.values(), *last.values())}
     return sorted(kept.values(), key=lambda moment: moment.seconds)
-
-
-@contextmanager
-def cuda_history(path: Path) -> Iterator[None]:
-    """Has CUDA's allocator record what happens inside, and writes the last of it, for pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
-    try:
-        yield
-    finally:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def peaks(moments: Sequence[Moment]) -> dict[str, Any]:

@@ -273,8 +273,8 @@ def test_the_first_five_steps_say_where_memory_goes(tmp_path: Path) -> None:
     assert [line["memory"] is None for line in lines] == [False] * 5 + [True] * 2
     size = 4 * num_parameters(make_tiny_job().config.model)
     held = lines[1]["memory"]["phases"]
-    assert held["optimizer"]["parameters"] == held["optimizer"]["gradients"] == pytest.approx(size, rel=0.05)
-    assert held["optimizer"]["host"] == pytest.approx(4 * size, rel=0.05)  # weights, gradients, two moments
+    assert held["optimizer"]["parameters"] == held["optimizer"]["gradients"] == size
+    assert 0 < held["optimizer"]["host"] - 4 * size < 1000  # weights, gradients, two moments; and counts of steps
     assert held["optimizer"]["optimizer"] == 0
     assert held["forward"]["activations"] > 0
     assert (tmp_path / "run/footprint.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from data.corpus import Corpus, load_corpus, prepare_corpus
 from data.errors import DataError
-from memory.footprint import Footprint, Owners, cuda_history
+from memory.cuda_history import cuda_history
+from memory.footprint import Footprint, Owners
 from memory.offload_optimizer import HostOptimizer
 from models.gpt import GPT
 from parallelism.distributed_model import DistributedModel
