@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from memory.footprint import HOST
-
+HOST = "host memory"  # the range, in a profile, in which host memory is asked for
 LEAVING = 8  # tensors on their way out at a time; for more than that the computation waits
 
 

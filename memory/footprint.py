@@ -25,12 +25,12 @@ from torch._C._profiler import (
     _EventType,
     _ExperimentalConfig,
 )
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
+
+from memory.copies import HOST, own_part
 
 # Ranges of a step, as record_function names them, that say what is going on when memory is asked for.
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-HOST = "host memory"
 GATHERED = "FSDP::all_gather"  # FSDP's own: whole parameters
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 NOTE = "note"
@@ -153,9 +153,9 @@ class Footprint:
             held: dict[int, tuple[str, int]] = {}
             for kind, tensors in self._owners.items():
                 for tensor in tensors():
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    storage = local.untyped_storage()
-                    if local.device.type == self._device.type and storage.nbytes():
+                    part = own_part(tensor)
+                    storage = part.untyped_storage()
+                    if part.device.type == self._device.type and storage.nbytes():
                         held[storage.data_ptr()] = (kind, storage.nbytes())
             self._notes.append(held)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from memory.copies import Copies, Traffic, own_part
-from memory.footprint import HOST
+from memory.copies import HOST, Copies, Traffic, own_part
 
 BUCKET_BYTES = 64 * 2**20  # of parameters that are updated at once, while the next ones' gradients arrive
 
