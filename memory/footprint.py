@@ -76,7 +76,11 @@ class Event:
     @property
     def phase(self) -> str | None:
         """The innermost phase it happens in."""
-        return next((name for name, _ in reversed(self.ranges) if name in PHASES), None)
+        return self._phase_and_end[0]
+
+    @property
+    def _phase_and_end(self) -> tuple[str | None, int]:
+        return next(((name, end) for name, end in reversed(self.ranges) if name in PHASES), (None, 0))
 
     def kind(self, released: float) -> str:
         """What nobody owns is told by what it was asked for in, and by when it is given back."""
@@ -85,7 +89,7 @@ class Event:
             return "host"
         if GATHERED in names:
             return "parameters"
-        phase, end = next(((name, end) for name, end in reversed(self.ranges) if name in PHASES), (None, 0))
+        phase, end = self._phase_and_end
         left = {FORWARD: "activations", BACKWARD: "gradients"}  # behind, by a forward and by a backward
         return left.get(str(phase), "temporaries") if released > end else "temporaries"
 

@@ -7,9 +7,9 @@ from models.config import ModelConfig
 from models.flops import block_flops_per_token
 
 
-def segment_size(num_blocks: int) -> int:
-    """Blocks between two checkpoints of `sqrt` and `sqrt_deep`: the square root, rounded up."""
-    return isqrt(max(num_blocks, 1) - 1) + 1
+def segment_size(plan: str, num_blocks: int) -> int:
+    """Blocks from one checkpoint to the next: 1 in `full`, in `sqrt` and `sqrt_deep` the square root, rounded up."""
+    return 1 if plan == "full" else isqrt(max(num_blocks, 1) - 1) + 1
 
 
 def recomputed_flops_per_token(config: ModelConfig, seq_len: int, plan: str, stages: Sequence[int]) -> int:
@@ -23,11 +23,9 @@ def recomputed_flops_per_token(config: ModelConfig, seq_len: int, plan: str, sta
     last_matrix = 0 if config.dropout else 2 * config.dim * config.hidden_dim
     total = 0
     for num_blocks in stages:
-        size = segment_size(num_blocks)
+        size = segment_size(plan, num_blocks)
         segments = [min(size, num_blocks - first) for first in range(0, num_blocks, size)]
-        if plan == "full":
-            total += num_blocks * (block - last_matrix)
-        elif plan == "sqrt":
+        if plan in ("full", "sqrt"):
             total += num_blocks * block - len(segments) * last_matrix
         elif plan == "sqrt_deep":
             total += sum(n * (n + 1) // 2 * block - n * last_matrix for n in segments)

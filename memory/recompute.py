@@ -40,8 +40,7 @@ def apply_recompute(model: GPT, plan: str) -> None:
     Recomputing goes on around blocks, compiled or not; `selective` alone looks into them, and is compiled with them.
     """
     if plan in RUNNERS:
-        size = 1 if plan == "full" else segment_size(len(model.blocks))
-        model.run_blocks = partial(RUNNERS[plan], size)
+        model.run_blocks = partial(RUNNERS[plan], segment_size(plan, len(model.blocks)))
     elif plan == "selective":
         for block in model.blocks.values():
             block.forward = _selective(block.forward)

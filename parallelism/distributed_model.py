@@ -217,8 +217,8 @@ class DistributedModel:
         """Replicas reduce gradients once per step: in the backward of the last micro-batch.
 
         Shards do so in every one, or each rank would hold a whole gradient. Where memory is there for whole parameters,
-        which stay for the step if they are not freed after the forward, it is for gradients too: then also once, which
-        was a tenth quicker with four micro-batches on two CPU ranks.
+        which stay for the step if they are not freed after the forward, it is for gradients too: then also once; see
+        benchmarks/memory.py for what that gains.
         """
         trained = self._trained[0]
         if isinstance(trained, DistributedDataParallel) and not last:
