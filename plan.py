@@ -1,5 +1,6 @@
 """Looks at a run without starting it; takes the same keys as train.py.
 
+python plan.py schedule=true batch=llama3                            batch and learning rate, stage by stage
 python plan.py timeline=true parallel=pp pp=4 batch.tokens=2048      draws what each rank of the pipeline does when
 """
 
@@ -12,9 +13,9 @@ from omegaconf import DictConfig
 
 from training.errors import explained
 from training.job import Job, make_job
+from training.schedule_table import schedule_table
 
-PICTURE = Path("timeline.png")
-VIEWS: list[str] = []  # chosen on the command line, beside the keys of a run
+CHOSEN: list[str] = []  # views, which the command line has beside the keys of a run
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -23,13 +24,26 @@ def main(cfg: DictConfig) -> None:
     with explained():
         cfg.device = "cpu"  # whatever is here: any number of ranks can be looked at
         job = make_job(cfg, planning=True)
-        if VIEWS != ["timeline=true"]:
-            raise ValueError(
-                f"plan.py has one view today; valid: python plan.py timeline=true {' '.join(sys.argv[1:])}"
-            )
-        if job.layout.pp == 1:
+        if len(CHOSEN) != 1 or not CHOSEN[0].endswith("=true"):
+            given = " ".join(sys.argv[1:])
+            raise ValueError(f"plan.py shows one view; valid: python plan.py {' or '.join(VIEWS)}=true {given}")
+        view = CHOSEN[0].removesuffix("=true")
+        if view == "timeline" and job.layout.pp == 1:
             raise ValueError("timeline=true draws pipelines, and pp=1; valid: pp=2 or more")
-    show_timeline(job)
+    for words in job.notices:
+        print(words)
+    VIEWS[view](job)
+
+
+def show_schedule(job: Job) -> None:
+    """Prints the stages of the run and draws batch and learning rate over its tokens."""
+    from training.schedule_picture import draw_schedule
+
+    print(schedule_table(job.budget, job.lr, job.config.batch.max_tokens))
+    draw_schedule(
+        job.budget.batch, job.lr, job.budget.total_tokens, [], Path("schedule.png"), "batch and learning rate"
+    )
+    print("drawn in schedule.png")
 
 
 def show_timeline(job: Job) -> None:
@@ -38,22 +52,24 @@ def show_timeline(job: Job) -> None:
     from parallelism.slots import in_flight
     from parallelism.timeline import bubble, draw, on_paper
 
-    parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
+    parallel, p, m = job.config.parallel, job.layout.pp, job.first_shape.num_micro_batches
     virtual = parallel.stages_per_rank
     orders = SCHEDULES[parallel.pp_schedule].orders(p, m, virtual)
     spans = on_paper(orders)
     share = bubble(spans)
     title = f"{parallel.pp_schedule}: {p} ranks, {m} micro-batches, {virtual} stages a rank; bubble {share:.1%}"
-    draw(spans, PICTURE, title, unit="forwards of a stage, of equal stages")
+    draw(spans, Path("timeline.png"), title, unit="forwards of a stage, of equal stages")
     print(f"{title}, so {1 - share:.1%} use")
     unit = f", each of 1/{virtual} of a rank's layers" if virtual > 1 else ""
     print(f"forwards in flight on each rank{unit}:", *map(in_flight, orders))
-    print(f"drawn in {PICTURE}")
+    print("drawn in timeline.png")
 
+
+VIEWS = {"schedule": show_schedule, "timeline": show_timeline}
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to `explained` as they are
-    VIEWS += [argument for argument in sys.argv[1:] if argument.startswith("timeline=")]
-    sys.argv = [argument for argument in sys.argv if argument not in VIEWS]
+    CHOSEN += [argument for argument in sys.argv[1:] if argument.partition("=")[0] in VIEWS]
+    sys.argv = [argument for argument in sys.argv if argument not in CHOSEN]
     with explained(hydra_alone=True):
         main()

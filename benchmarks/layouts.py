@@ -95,7 +95,7 @@ def laid_out_step(name: str, job: Job, device: Any) -> Any:
     inputs, targets = (whole.chunk(num_parts)[part] for whole in batch(job))
 
     def step() -> None:
-        model.step(list(zip(inputs.split(job.batch.micro_batch), targets.split(job.batch.micro_batch))))
+        model.step(list(zip(inputs.split(job.first_shape.micro_batch), targets.split(job.first_shape.micro_batch))))
         model.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def plain_step(job: Job, device: Any, share: int = 1) -> Any:
     model.init_weights(job.config.seed)
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = (whole.chunk(share)[0] for whole in batch(job))
-    size = job.batch.micro_batch
+    size = job.first_shape.micro_batch
 
     def step() -> None:
         for some, wanted in zip(inputs.split(size), targets.split(size)):
@@ -131,7 +131,7 @@ def batch(job: Job) -> Any:
     """Inputs and targets (B, T) of the whole batch."""
     import torch
 
-    shape = (job.batch.num_sequences, job.batch.seq_len + 1)
+    shape = (job.first_shape.num_sequences, job.first_shape.seq_len + 1)
     tokens = torch.randint(job.config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -155,5 +155,5 @@ if __name__ == "__main__":
     print("| layout | tokens/s | one rank, two threads, tokens/s | ratio |\n| --- | --- | --- | --- |")
     for name in LAYOUTS:
         both, one, ratio = measure(name, num_pairs)
-        tokens = job_of(LAYOUTS[name]).batch.tokens
+        tokens = job_of(LAYOUTS[name]).first_shape.tokens
         print(f"| {name} | {tokens / both:,.0f} | {tokens / one:,.0f} | {ratio:.2f} |", flush=True)

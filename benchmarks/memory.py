@@ -98,9 +98,9 @@ def step_of(job: Job, device: Any) -> Any:
     set_lr(optimizer, 1e-4)
     footprint = Footprint(device, owners(job, model, optimizer), num_steps=1)
     part, num_parts = model.data_part
-    shape = (job.batch.num_sequences, job.batch.seq_len + 1)
+    shape = (job.first_shape.num_sequences, job.first_shape.seq_len + 1)
     tokens = torch.randint(job.config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    own = tokens.chunk(num_parts)[part].split(job.batch.micro_batch)
+    own = tokens.chunk(num_parts)[part].split(job.first_shape.micro_batch)
 
     def step() -> None:
         model.step([(some[:, :-1], some[:, 1:]) for some in own])

@@ -77,6 +77,7 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
     from data.stream import rank_batch
     from memory.footprint import Footprint
     from parallelism.mesh import start_process_group
+    from training.batch_control import BatchControl
     from training.console import Terminal
     from training.loop import train
     from training.metrics import StepMetrics
@@ -98,8 +99,8 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
             if "loss" not in metrics:
                 return
             seconds["trainer"].append(time.perf_counter() - self.began)
-            consumed = metrics["tokens"] - job.batch.tokens
-            batch = rank_batch(corpus.train, job.config.seed, consumed, job.batch.num_sequences, job.batch.seq_len)
+            shape, consumed = job.first_shape, metrics["tokens"] - job.first_shape.tokens
+            batch = rank_batch(corpus.train, job.config.seed, consumed, shape.num_sequences, shape.seq_len)
             inputs, targets = map(torch.from_numpy, batch)
             began = time.perf_counter()
             bare.step(inputs, targets)
@@ -114,7 +115,8 @@ def compare(stop: Any, job: Job, folder: Path, out: Path) -> int:
 
     sinks = [*make_sinks(job, folder, Terminal(job, folder, corpus)), Between()]
     optimizer = make_optimizer(model.parameters(), job.config.optim)
-    train(job, model, optimizer, corpus, Footprint(device, {}, 0), StepMetrics(job, None), sinks, device, stop)
+    control, footprint = BatchControl(job), Footprint(device, {}, 0)
+    train(job, model, optimizer, corpus, control, footprint, StepMetrics(job, None), sinks, device, stop)
     for sink in sinks:
         sink.finish()
     torch.distributed.destroy_process_group()
@@ -141,7 +143,7 @@ def speed() -> list[str]:
     for name, (overrides, steps) in CASES.items():
         trainer, bare = medians(overrides, steps)
         job = job_of(overrides, steps)
-        tokens = job.batch.tokens
+        tokens = job.first_shape.tokens
         rates = f"{tokens / bare:,.0f} | {tokens / trainer:,.0f} | {bare / trainer:.3f}"
         rows.append(f"| {name} ({job.precision}) | {rates} |")
     return rows

@@ -34,13 +34,20 @@ class BatchShape:
 
 
 def split_batch(
-    *, tokens: int, seq_len: int, micro_batch: int | str, num_parts: int, shard: int = 1, rounds: int = 1
+    *,
+    tokens: int,
+    seq_len: int,
+    micro_batch: int | str,
+    num_parts: int,
+    shard: int = 1,
+    rounds: int = 1,
+    section: str = "batch",
 ) -> BatchShape:
     """Cuts a step of `tokens` into sequences, ranks' shares and micro-batches.
 
     `micro_batch=auto` is the largest divisor of a rank's sequences with at most AUTO_TOKENS tokens; in a pipeline one
     that gives a multiple of `rounds` micro-batches, if any does, else 1. ValueError: the tokens do not divide; the
-    message has the nearest that do, and fewer ranks, a multiple of `shard`, that could.
+    message has the nearest that do, and fewer ranks, a multiple of `shard`, that could. `section` has the keys.
     """
     share = seq_len * (1 if isinstance(micro_batch, str) else micro_batch)  # the least tokens a rank can take
     if tokens < 1 or tokens % (share * num_parts):
@@ -52,8 +59,8 @@ def split_batch(
         smaller = f"memory.micro_batch={around(int(micro_batch), sizes)}, or " if sizes else ""
         fewer = [d for d in divisors(max(tokens, 1) // share) if d < num_parts and d % shard == 0]
         raise ValueError(
-            f"batch.tokens={tokens} does not divide by batch.seq_len={seq_len}{named} * dp={num_parts} = {step}; "
-            f"nearest valid: {smaller}batch.tokens={around(tokens, (below, below + step))}"
+            f"{section}.tokens={tokens} does not divide by {section}.seq_len={seq_len}{named} * dp={num_parts} = {step}"
+            f"; nearest valid: {smaller}{section}.tokens={around(tokens, (below, below + step))}"
             + (f", or dp={fewer[-1]}" if fewer and tokens % share == 0 and 0 < tokens < step else "")
         )
     num_sequences = tokens // seq_len
@@ -63,3 +70,9 @@ def split_batch(
         sizes = [n for n in range(largest, 0, -1) if per_rank % n == 0]
         micro_batch = next((n for n in sizes if per_rank // n % rounds == 0), sizes[0] if rounds == 1 else 1)
     return BatchShape(num_sequences, seq_len, num_parts, micro_batch)
+
+
+def micro_batch_of_half(num_sequences: int, micro_batch: int, multiple: int = 1) -> int | None:
+    """The largest size up to `micro_batch` that cuts so many sequences into a multiple of micro-batches; None: none."""
+    sizes = range(min(micro_batch, num_sequences), 0, -1)
+    return next((n for n in sizes if num_sequences % n == 0 and num_sequences // n % multiple == 0), None)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,13 @@ from memory.footprint import BACKWARD, FORWARD
 from models.gpt import GPT, IGNORED
 from parallelism.collectives import all_reduce, exchange
 from parallelism.cp import own_positions
+from parallelism.halves import Halves, MicroBatch, halve, put_back, set_aside
 from parallelism.layout import ParallelConfig, seq_len_step
 from parallelism.mesh import Mesh
-from parallelism.norm import clip_grad_norm
+from parallelism.norm import scale_gradients, square_grad_norm
 from parallelism.pp import Part, Pipeline
 from parallelism.timeline import Span
 from parallelism.vocabulary import VocabularyLoss, vocabulary_part
-
-MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 
 
 class DistributedModel:
@@ -93,11 +91,33 @@ class DistributedModel:
         The count of valid tokens is known before the first backward, so the gradients left in the parameters are those
         of that mean loss, whatever the number of ranks and micro-batches.
         """
+        parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
+        return self._sum_over_data(self._backward(parts, self._count(parts).clamp(min=1)))
+
+    def step_in_halves(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Halves | None]:
+        """The same step and norms of its two halves (one gradient more is held); None: there are too few sequences."""
+        cut = halve(micro_batches, self._pipeline.multiple if self._pipeline else 1)
+        if cut is None:
+            return self.step(micro_batches), None
+        halves = [[self._own_tokens(*micro_batch) for micro_batch in half] for half in cut]
+        tokens = torch.stack([self._count(parts) for parts in halves])
+        num_tokens = tokens.sum().clamp(min=1)
+        first_loss = self._backward(halves[0], num_tokens)
+        first_square = self._square_grad_norm()
+        aside = set_aside(self.parameters())
+        second_loss = self._backward(halves[1], num_tokens)
+        squares = torch.stack((first_square, self._square_grad_norm()))
+        put_back(aside)
+        return self._sum_over_data(first_loss + second_loss), Halves(squares, tokens)
+
+    def _count(self, parts: Sequence[Part]) -> Tensor:
+        """Valid tokens of the parts of all ranks."""
+        return self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
+
+    def _backward(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
+        """Forward and backward; returns this rank's part of the loss, and leaves gradients that are all ranks' sum."""
         for stage in self.stages.values():
             stage.train()
-        parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
-        num_tokens = self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
-        num_tokens = num_tokens.clamp(min=1)
         if self._pipeline is None:
             loss = self._accumulate(parts, num_tokens)
         else:
@@ -105,7 +125,7 @@ class DistributedModel:
                 loss = self._from_last_stage(self._pipeline.step(parts, num_tokens))
             self._add_tied_gradients()
         self._add_replicated_gradients()
-        return self._sum_over_data(loss)
+        return loss
 
     def _accumulate(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
         """Forward and backward of each micro-batch, one after the other; returns the sum of their losses."""
@@ -160,9 +180,14 @@ class DistributedModel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that."""
+        norm = self._square_grad_norm().sqrt()
+        scale_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    def _square_grad_norm(self) -> Tensor:
         others = [self._mesh.weights["pp"].get_group()] if self._layout.pp > 1 else []
         twins = [parameter for name, parameter in self._tied_ends() if name == "head.weight"]
-        return clip_grad_norm(self.parameters(), max_norm, twins=twins, others=others)
+        return square_grad_norm(self.parameters(), twins=twins, others=others)
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each number over all ranks: how they agree, say on a stop that has reached only some."""

@@ -122,10 +122,9 @@ def check_model(
     heads: int,
     hidden_dim: int,
     vocab_size: int,
-    seq_len: int,
     dropout: float,
 ) -> None:
-    """ValueError where the layout can't split a model of these sizes, or sequences of so many tokens."""
+    """ValueError where the layout can't split a model of these sizes."""
     if layout.dp * layout.cp > 1:
         _check_no_shard_is_empty(layout.tp, heads, {"model.ffn_dim": hidden_dim, "model.vocab_size": vocab_size})
     if heads % layout.tp:
@@ -145,15 +144,19 @@ def check_model(
             f"model.dropout={dropout} can't be had with cp={layout.cp} and parallel.cp_method={parallel.cp_method}, "
             "whose attention drops nothing; valid: model.dropout=0 or parallel.cp_method=ulysses"
         )
+
+
+def check_seq_len(layout: Layout, parallel: ParallelConfig, seq_len: int, section: str = "batch") -> None:
+    """ValueError where the layout can't split sequences of so many tokens, which the key seq_len of a section says."""
     factors = {"2 * cp" if parallel.cp_method != "ulysses" else "cp": layout.cp} if layout.cp > 1 else {}
     factors |= {"tp": layout.tp} if parallel.sequence_parallel and layout.tp > 1 else {}
     step = seq_len_step(layout, parallel)
     if seq_len % step:
         below, without_tp = seq_len // step * step, step // factors.get("tp", 1)
         raise ValueError(
-            f"batch.seq_len={seq_len} does not divide by {' * '.join(factors)} = {step}, which "
+            f"{section}.seq_len={seq_len} does not divide by {' * '.join(factors)} = {step}, which "
             f"{'cp' if layout.cp > 1 else 'parallel.sequence_parallel=true'} needs; "
-            f"nearest valid: batch.seq_len={around(seq_len, (below, below + step))}"
+            f"nearest valid: {section}.seq_len={around(seq_len, (below, below + step))}"
             + (", or parallel.sequence_parallel=false" if "tp" in factors and seq_len % without_tp == 0 else "")
         )
 

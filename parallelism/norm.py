@@ -8,43 +8,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memory.copies import own_part
 
-def clip_grad_norm(
+
+def square_grad_norm(
     parameters: Iterable[nn.Parameter],
-    max_norm: float,
     *,
     twins: Sequence[nn.Parameter] = (),
     others: Iterable[dist.ProcessGroup] = (),
 ) -> Tensor:
-    """Scales the gradient down to at most `max_norm`; returns the norm of the whole of it before that.
+    """The squared norm of the whole gradient.
 
     Each logical parameter counts once: the shards of one are added over the axes it is sharded on, and of replicas each
-    rank counts its own. `twins` are scaled but not counted: another rank counts them. `others` are groups of ranks that
-    hold other parameters, as the stages of a pipeline do. Ranks meet once for each kind of sharding, not for each
-    parameter.
+    rank counts its own. `twins` are not counted: another rank counts them. `others` are groups of ranks that hold other
+    parameters, as the stages of a pipeline do. Ranks meet once for each kind of sharding, not for each parameter.
     """
-    shards: list[Tensor] = []
     alike: dict[tuple[tuple[int, ...], ...], list[Tensor]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None:
-            shards.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-            if all(parameter is not twin for twin in twins):
-                over = _sharded_over(gradient)
-                alike[tuple(over)].append(shards[-1])
-                groups |= over
-    squares = torch.zeros((), device=shards[0].device)
+        if gradient is not None and all(parameter is not twin for twin in twins):
+            over = _sharded_over(gradient)
+            alike[tuple(over)].append(own_part(gradient))
+            groups |= over
+    squares = torch.zeros((), device=next(iter(alike.values()))[0].device)
     for axes, tensors in alike.items():
         square = nn.utils.get_total_norm(tensors) ** 2
         for ranks in axes:
             dist.all_reduce(square, group=groups[ranks])
-        squares += square
+        squares = squares + square
     for group in others:
         dist.all_reduce(squares, group=group)
-    norm = squares.sqrt()
+    return squares
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales a gradient of this norm down to at most `max_norm`."""
+    shards = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def _sharded_over(gradient: Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:

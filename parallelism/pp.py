@@ -121,6 +121,11 @@ class Pipeline:
         """Whether this rank has the logits and the loss."""
         return self.num_stages - 1 in self.stages
 
+    @property
+    def multiple(self) -> int:
+        """What has to divide the number of micro-batches."""
+        return self.schedule.multiple(self.group.size(), len(self.stages))
+
     def step(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the loss over num_tokens where the last stage is, else 0."""
         inputs, targets = (torch.cat([part[index] for part in parts]) for index in (0, 1))  # type: ignore[misc]

@@ -82,6 +82,10 @@ class Schedule:
         """Whether a rank may have v stages."""
         return self.least_stages <= v and (self.most_stages is None or v <= self.most_stages)
 
+    def multiple(self, p: int, v: int) -> int:
+        """What has to divide the number of micro-batches."""
+        return p if self.rounds and v > 1 else 1
+
     @property
     def usual_stages(self) -> int:
         """Stages of a rank if nobody says how many: two, where that may be."""

@@ -70,17 +70,23 @@ def resolve_stages(parallel: ParallelConfig, layout: Layout, *, layers: int, hea
     return replace(parallel, pp_virtual=virtual, pp_split=split)
 
 
-def check_micro_batches(layout: Layout, parallel: ParallelConfig, *, per_rank: int, micro_batch: int) -> None:
-    """ValueError where a schedule can't run the micro-batches into which a rank's sequences are cut."""
+def multiple_of(layout: Layout, parallel: ParallelConfig) -> int:
+    """What has to divide the number of a rank's micro-batches."""
+    return SCHEDULES[parallel.pp_schedule].multiple(layout.pp, parallel.stages_per_rank) if layout.pp > 1 else 1
+
+
+def check_micro_batches(
+    layout: Layout, parallel: ParallelConfig, *, per_rank: int, micro_batch: int, of: str = ""
+) -> None:
+    """ValueError where a schedule can't run the micro-batches into which a rank's sequences, `of` a stage, are cut."""
     num_micro_batches = per_rank // micro_batch
-    in_rounds = SCHEDULES[parallel.pp_schedule].rounds and parallel.pp_virtual != 1
-    if layout.pp == 1 or not in_rounds or num_micro_batches % layout.pp == 0:
+    if num_micro_batches % multiple_of(layout, parallel) == 0:
         return
     sizes = [size for size in divisors(per_rank) if per_rank // size % layout.pp == 0]
     smaller = f"memory.micro_batch={around(micro_batch, sizes)}, or " if sizes else ""
     raise ValueError(
         f"parallel.pp_schedule={parallel.pp_schedule} takes pp={layout.pp} micro-batches at a time, and "
-        f"memory.micro_batch={micro_batch} cuts a rank's {per_rank} sequences into {num_micro_batches}; "
+        f"memory.micro_batch={micro_batch} cuts a rank's {per_rank} sequences{of} into {num_micro_batches}; "
         f"valid: {smaller}parallel.pp_schedule=looped_bfs, which takes any number"
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checks import divisors
 from memory.config import CKPT, OFFLOAD, check_offload
-from parallelism.layout import CP_METHODS, Layout, check_model
+from parallelism.layout import CP_METHODS, Layout, check_model, check_seq_len
 from parallelism.schedules import SCHEDULES
 from parallelism.stages import check_halves, check_micro_batches
 from tests.cases import MODELS, SEQ_LEN, SEQUENCES, Case
@@ -45,7 +45,8 @@ def products(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         check_offload(options["offload"], dp_shard)
         config = MODELS[model]
         sizes = {"heads": config.heads, "hidden_dim": config.hidden_dim, "vocab_size": config.vocab_size}
-        check_model(layout, parallel, **sizes, seq_len=SEQ_LEN, dropout=0.0)
+        check_model(layout, parallel, **sizes, dropout=0.0)
+        check_seq_len(layout, parallel, SEQ_LEN)
     except ValueError:
         reject()
     return case

@@ -4,6 +4,8 @@ Defaults live in conf/, and only there: a dataclass says what a key is, its YAML
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
 from omegaconf import OmegaConf
 
@@ -12,21 +14,60 @@ from data.config import DataConfig
 from memory.config import MemoryConfig
 from models.config import ModelConfig
 from parallelism.layout import ParallelConfig
-from training.schedule import SHAPES
+from training.schedule import SCALINGS, SHAPES, UNITS
 
 # train.steps has its default only where train.tokens is not given: conf/config.yaml says it by this.
 OmegaConf.register_new_resolver("unless", lambda other, default: default if other is None else None, replace=True)
 
 
 @dataclass
+class StageConfig:
+    """One row of batch.stages."""
+
+    from_tokens: int
+    tokens: int
+    seq_len: int
+    lr_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("batch.stages", self, 0, "from_tokens", "lr_factor")
+        at_least("batch.stages", self, 1, "tokens", "seq_len")
+
+
+@dataclass
 class BatchConfig:
     """Keys of the `batch` group."""
 
-    tokens: int
-    seq_len: int
+    tokens: int | None
+    seq_len: int | None
+    stages: list[StageConfig]
+    scale: float
+    max_tokens: int | None
+    fraction: float
+    patience: int
 
     def __post_init__(self) -> None:
-        at_least("batch", self, 1, "tokens", "seq_len")
+        at_least("batch", self, 1, "tokens", "seq_len", "max_tokens", "patience")
+        if not 0 < self.scale < inf:
+            raise ValueError(f"batch.scale={self.scale} must be above 0, and finite")
+        if not 0 < self.fraction < inf:
+            raise ValueError(f"batch.fraction={self.fraction} must be above 0, and finite")
+        sizes = f"batch.tokens={self.tokens} batch.seq_len={self.seq_len}"
+        if not self.stages and (self.tokens is None or self.seq_len is None):
+            raise ValueError(f"{sizes}, and batch.stages is empty; valid: both numbers, or batch=ramp")
+        if self.stages and not (self.tokens is None and self.seq_len is None):
+            raise ValueError(
+                f"{sizes} beside {len(self.stages)} batch.stages, which have their own; valid: batch=constant with "
+                "those, or batch=ramp batch.stages=[...] without"
+            )
+        thresholds = [stage.from_tokens for stage in self.stages]
+        if thresholds and (thresholds[0] != 0 or any(a >= b for a, b in pairwise(thresholds))):
+            raise ValueError(f"from_tokens of batch.stages are {thresholds}; valid: 0 first, each above the one before")
+        if self.max_tokens is not None and (self.stages or self.max_tokens < (self.tokens or 0)):
+            raise ValueError(
+                f"batch.max_tokens={self.max_tokens} is how far batch=noise_scale doubles batch.tokens={self.tokens}; "
+                "valid: at least batch.tokens, and no batch.stages"
+            )
 
 
 @dataclass
@@ -36,16 +77,24 @@ class LrConfig:
     shape: str
     peak: float
     final: float
+    unit: str
     warmup_tokens: int | str
     decay_tokens: int | str
+    end_tokens: int | str
+    batch_scaling: str
+    batch_ref: int | str
 
     def __post_init__(self) -> None:
         one_of("lr.shape", self.shape, SHAPES)
         at_least("lr", self, 0, "peak", "final")
         if self.final > self.peak:
             raise ValueError(f"lr.final={self.final} is above lr.peak={self.peak}; valid: lr.final <= {self.peak}")
+        one_of("lr.unit", self.unit, UNITS)
         number_or_auto("lr.warmup_tokens", self.warmup_tokens)
         number_or_auto("lr.decay_tokens", self.decay_tokens)
+        number_or_auto("lr.end_tokens", self.end_tokens, least=1)
+        one_of("lr.batch_scaling", self.batch_scaling, SCALINGS)
+        number_or_auto("lr.batch_ref", self.batch_ref, least=1)
 
 
 @dataclass
@@ -95,6 +144,16 @@ class ClusterConfig:
 
 
 @dataclass
+class NoiseConfig:
+    """Keys under `noise`."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        at_least("noise", self, 0, "every")
+
+
+@dataclass
 class TrainConfig:
     """Keys under `train`."""
 
@@ -132,6 +191,7 @@ class Config:
     logger: LoggerConfig
     cluster: ClusterConfig
     train: TrainConfig
+    noise: NoiseConfig
     dp: int | str
     dp_shard: int | str
     tp: int

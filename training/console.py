@@ -25,32 +25,41 @@ class Terminal:
         self._bytes_per_token = corpus.bytes_per_token(corpus.scored(job.config.train.eval_tokens)[1:])
         self._console = Console(soft_wrap=True, highlight=False, emoji=False)
         self._printed = time.monotonic()
-        self._step = 0
+        self._step = self._tokens = 0
+        self._of_steps = f"/{job.budget.steps}" if job.budget.steps else ""
         self._banner(corpus.num_train_tokens)
         columns = [
-            TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         ]
         self._progress = Progress(*columns, console=self._console, disable=not sys.stdout.isatty())
-        self._bar = self._progress.add_task("", total=job.steps)
+        self._bar = self._progress.add_task("", total=job.budget.total_tokens)
         self._progress.start()
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Moves the bar for a step; prints an evaluation."""
+        """Moves the bar for a step; prints an evaluation, and a decision on the batch."""
         if "eval_loss" in metrics:
             self._console.print(f"step {metrics['step']}: eval loss {self._with_bits(metrics['eval_loss'])}")
-            return
-        self._step = metrics["step"]
-        words = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        elif "next_batch_tokens" in metrics:
+            self._console.print(
+                f"step {metrics['step']}: the noise scale is {metrics['noise_scale']:,.0f} tokens; "
+                f"batch {metrics['batch_tokens']:,} -> {metrics['next_batch_tokens']:,} tokens"
+            )
+        else:
+            self._record_step(metrics)
+
+    def _record_step(self, metrics: dict[str, Any]) -> None:
+        self._step, self._tokens = metrics["step"], metrics["tokens"]
+        words = f"step {self._step}{self._of_steps}: loss {metrics['loss']:.4f}, "
+        words += f"{metrics['tokens_per_second']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
             words += f", MFU {metrics['mfu']:.1%}"
-        self._progress.update(self._bar, completed=metrics["step"], description=words)
-        overdue = time.monotonic() - self._printed > PLAIN_SECONDS or metrics["step"] in (1, self._job.steps)
-        if self._progress.disable and overdue:
-            self._console.print(f"step {metrics['step']}/{self._job.steps}: {words}")
+        self._progress.update(self._bar, completed=self._tokens, description=words)
+        at_an_end = self._step == 1 or self._tokens >= self._job.budget.total_tokens
+        if self._progress.disable and (at_an_end or time.monotonic() - self._printed > PLAIN_SECONDS):
+            self._console.print(words)
             self._printed = time.monotonic()
 
     def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
@@ -67,21 +76,22 @@ class Terminal:
     def finish(self) -> None:
         """Says where the results are, and how far the run came if not to its end."""
         self._progress.stop()
-        if self._step < self._job.steps:
-            self._console.print(f"stopped after step {self._step} of {self._job.steps}")
+        if self._tokens < self._job.budget.total_tokens:
+            self._console.print(f"stopped after step {self._step}{self._of_steps.replace('/', ' of ')}")
         self._console.print(f"results in {self._folder}", markup=False)
 
     def _banner(self, num_train_tokens: int | None) -> None:
         job, model = self._job, self._job.config.model
-        total = job.steps * job.batch.tokens
-        flops = flops_per_token(model, job.batch.seq_len)
+        steps, total = job.budget.steps, job.budget.total_tokens
+        seq_len = max(shape.seq_len for shape in job.shapes.values())
+        flops = flops_per_token(model, seq_len)
         epochs = f", {total / num_train_tokens:.2f} epochs of {num_train_tokens:,}" if num_train_tokens else ""
         rows = {
             "model": f"{num_parameters(model):,} parameters, {model.layers} layers of width {model.dim}, "
             f"{flops / 1e6:,.0f} MFLOPs per token",
             "layout": f"{job.layout} on {job.device}, {', '.join(layout_options(job))}",
-            "batch": str(job.batch),
-            "run": f"{job.steps:,} steps, {total:,} tokens{epochs}",
+            **batch_rows(job),
+            "run": (f"{steps:,} steps, " if steps else "") + f"{total:,} tokens{epochs}",
             "results": str(self._folder),
         }
         for name, words in rows.items():
@@ -92,6 +102,21 @@ class Terminal:
         if self._bytes_per_token is None:
             return f"{nats:.4f}"
         return f"{nats:.4f} ({bits_per_byte(nats, self._bytes_per_token):.3f} bits per byte)"
+
+
+def batch_rows(job: Job) -> dict[str, str]:
+    """How each stage cuts its steps, and where it starts."""
+    budget, most = job.budget, job.config.batch.max_tokens
+    rows = [str(job.shape_of(stage)) for stage in budget.reachable()]
+    if most:
+        rows.append(f"doubles up to {most:,} tokens while it is below {job.config.batch.fraction:g} of the noise scale")
+        return {"batch": rows[0], "": rows[1]}
+    if len(rows) == 1:
+        return {"batch": rows[0]}
+    return {
+        f"batch {n}": f"{row}, from {start:,} tokens on"
+        for n, (row, start) in enumerate(zip(rows, budget.batch.starts))
+    }
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

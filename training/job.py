@@ -10,24 +10,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.config import check_offload, check_selective
-from memory.micro_batch import BatchShape, split_batch
+from memory.micro_batch import BatchShape, micro_batch_of_half, split_batch
 from models.flops import head_layers, num_parameters
 from parallelism.layout import (
     Layout,
+    ParallelConfig,
     check_cuda_pieces,
     check_gpus,
     check_host_memory,
     check_local_ranks,
     check_model,
+    check_seq_len,
     check_world_size,
     idle_settings,
     resolve_layout,
 )
 from parallelism.ranks import available_bytes, joined, num_gpus
 from parallelism.schedules import SCHEDULES
-from parallelism.stages import check_halves, check_micro_batches, resolve_stages
+from parallelism.stages import check_halves, check_micro_batches, multiple_of, resolve_stages
+from training.batch import Budget, doublings, make_budget, resolve_lr, scale_down
 from training.config import Config
-from training.schedule import LearningRate
+from training.schedule import LearningRate, Stage
 
 BF16_WIDTH = 256  # on a CPU, narrower models gain little from bf16: casting costs what the matmuls save
 
@@ -40,10 +43,19 @@ class Job:
     layout: Layout
     device: str  # cpu or cuda
     precision: str  # fp32 or bf16
-    batch: BatchShape
-    steps: int
+    budget: Budget
+    shapes: dict[tuple[int, int], BatchShape]  # of every stage that the run can come to, by its tokens and seq_len
     lr: LearningRate
-    idle: list[str]  # settings that do nothing on this layout, in words
+    notices: list[str]  # what was rounded, and settings that do nothing on this layout, in words
+
+    def shape_of(self, stage: Stage) -> BatchShape:
+        """How a step of this stage is cut."""
+        return self.shapes[stage.tokens, stage.seq_len]
+
+    @property
+    def first_shape(self) -> BatchShape:
+        """That of the first step."""
+        return self.shape_of(self.budget.batch.stages[0])
 
 
 def make_job(cfg: DictConfig, planning: bool = False) -> Job:
@@ -89,32 +101,22 @@ def settle(config: Config, planning: bool = False) -> Job:
         check_gpus(layout, gpus, gpus if isinstance(per_node, str) else per_node)
     if config.compile and device == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
         raise ValueError("compile=true on a CPU needs a C++ compiler (g++, or what CXX names); valid: compile=false")
-    if config.batch.seq_len > config.model.context:
-        raise ValueError(
-            f"batch.seq_len={config.batch.seq_len} is longer than model.context={config.model.context}; "
-            f"valid: batch.seq_len <= {config.model.context}"
-        )
     check_model(
         layout,
         config.parallel,
         heads=config.model.heads,
         hidden_dim=config.model.hidden_dim,
         vocab_size=config.model.vocab_size,
-        seq_len=config.batch.seq_len,
         dropout=config.model.dropout,
     )
     parallel = resolve_stages(
         config.parallel, layout, layers=config.model.layers, head_layers=head_layers(config.model)
     )
-    batch = split_batch(
-        tokens=config.batch.tokens,
-        seq_len=config.batch.seq_len,
-        micro_batch=config.memory.micro_batch,
-        num_parts=layout.dp,
-        shard=layout.dp_shard,
-        rounds=layout.pp * (2 if SCHEDULES[parallel.pp_schedule].v_shaped else 1),
+    config, notices = scale_down(
+        config, lambda seq_len: runnable_step(seq_len, layout, parallel, config.memory.micro_batch)
     )
-    check_micro_batches(layout, parallel, per_rank=batch.num_sequences // layout.dp, micro_batch=batch.micro_batch)
+    budget = make_budget(config)
+    shapes = cut_stages(config, layout, parallel, budget)
     check_halves(layout, parallel, compile=config.compile, ckpt=config.memory.ckpt)
     check_offload(config.memory.offload, layout.dp_shard)
     ring = layout.cp > 1 and parallel.cp_method == "ring"
@@ -122,8 +124,8 @@ def settle(config: Config, planning: bool = False) -> Job:
     precision = resolve_precision(config.precision, device, config.model.dim)
     if device == "cuda":
         check_cuda_pieces(layout, parallel, precision=precision, head_dim=config.model.head_dim)
-    steps = config.train.steps or -(-(config.train.tokens or 0) // batch.tokens)
-    lr = resolve_lr(config, total_tokens=steps * batch.tokens)
+    lr, lr_keys = resolve_lr(config, budget)
+    sizes = {shape.micro_batch for shape in shapes.values()}
     settled = replace(
         config,
         dp=layout.dp,
@@ -131,26 +133,71 @@ def settle(config: Config, planning: bool = False) -> Job:
         device=device,
         precision=precision,
         parallel=parallel,
-        memory=replace(config.memory, micro_batch=batch.micro_batch),
-        lr=replace(config.lr, warmup_tokens=lr.warmup_tokens, decay_tokens=lr.decay_tokens),
+        memory=replace(config.memory, micro_batch=sizes.pop() if len(sizes) == 1 else config.memory.micro_batch),
+        lr=replace(config.lr, **lr_keys),
     )
-    idle = idle_settings(layout, config.parallel, config.dp_shard)
+    notices += idle_settings(layout, config.parallel, config.dp_shard)
+    notices += unmeasured(config, layout, parallel, shapes)
     if {"optimizer", "params"} <= set(config.memory.offload):
-        idle.append("memory.offload: params are updated where they lie, so optimizer adds nothing")
+        notices.append("memory.offload: params are updated where they lie, so optimizer adds nothing")
     if config.train.memory_profile and device == "cpu":
-        idle.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
-    return Job(settled, layout, device, precision, batch, steps, lr, idle)
+        notices.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
+    return Job(settled, layout, device, precision, budget, shapes, lr, notices)
 
 
-def resolve_lr(config: Config, total_tokens: int) -> LearningRate:
-    """The learning rate's lengths in tokens, each `auto` filled in. ValueError: they overrun the run."""
-    lr = config.lr
-    warmup = total_tokens // 20 if isinstance(lr.warmup_tokens, str) else lr.warmup_tokens
-    decay = total_tokens // 5 if isinstance(lr.decay_tokens, str) else lr.decay_tokens
-    if warmup + (decay if lr.shape == "wsd" else 0) > total_tokens:
-        decays = f" and lr.decay_tokens={decay}" if lr.shape == "wsd" else ""
-        raise ValueError(f"lr.warmup_tokens={warmup}{decays} are more than the {total_tokens} tokens of the run")
-    return LearningRate(lr.shape, lr.peak, lr.final, warmup, decay, total_tokens)
+def unmeasured(
+    config: Config, layout: Layout, parallel: ParallelConfig, shapes: dict[tuple[int, int], BatchShape]
+) -> list[str]:
+    """Which batches the noise scale can't be measured with, since a rank's sequences have no halves; in words."""
+    words, multiple = [], multiple_of(layout, parallel)
+    for shape in shapes.values():
+        half = shape.num_sequences // layout.dp // 2
+        if config.noise.every and micro_batch_of_half(half, shape.micro_batch, multiple) is None:
+            words.append(
+                f"noise.every={config.noise.every} measures nothing in steps of {shape.tokens:,} tokens: half of a "
+                f"rank's {shape.num_sequences // layout.dp} sequences has to be {multiple} micro-batches or more"
+            )
+    return words
+
+
+def rounds_of(layout: Layout, parallel: ParallelConfig) -> int:
+    """What a pipeline likes its number of micro-batches to be a multiple of."""
+    return layout.pp * (2 if layout.pp > 1 and SCHEDULES[parallel.pp_schedule].v_shaped else 1)
+
+
+def runnable_step(seq_len: int, layout: Layout, parallel: ParallelConfig, micro_batch: int | str) -> int:
+    """Tokens of which a step can be any multiple."""
+    return seq_len * layout.dp * rounds_of(layout, parallel) * (1 if isinstance(micro_batch, str) else micro_batch)
+
+
+def cut_stages(
+    config: Config, layout: Layout, parallel: ParallelConfig, budget: Budget
+) -> dict[tuple[int, int], BatchShape]:
+    """How each stage that the run reaches cuts its steps, by their tokens and seq_len. ValueError: one can't run."""
+    shapes = {}
+    for number, stage in enumerate(budget.reachable()):
+        section = f"batch.stages.{number}" if config.batch.stages else "batch"
+        context = config.model.context
+        if stage.seq_len > context:
+            raise ValueError(
+                f"{section}.seq_len={stage.seq_len} is longer than model.context={context}; "
+                f"valid: {section}.seq_len <= {context}"
+            )
+        check_seq_len(layout, parallel, stage.seq_len, section)
+        for tokens in (stage.tokens, *doublings(stage.tokens, config.batch.max_tokens or 0)):
+            shape = split_batch(
+                tokens=tokens,
+                seq_len=stage.seq_len,
+                micro_batch=config.memory.micro_batch,
+                num_parts=layout.dp,
+                shard=layout.dp_shard,
+                rounds=rounds_of(layout, parallel),
+                section=section,
+            )
+            per_rank, of = shape.num_sequences // layout.dp, f" of {section}.tokens={tokens}"
+            check_micro_batches(layout, parallel, per_rank=per_rank, micro_batch=shape.micro_batch, of=of)
+            shapes[tokens, stage.seq_len] = shape
+    return shapes
 
 
 def resolve_precision(precision: str, device: str, dim: int) -> str:

@@ -15,11 +15,13 @@ from parallelism.distributed_model import DistributedModel, MicroBatch
 from parallelism.schedules import SCHEDULES
 from parallelism.stop import Stop
 from parallelism.timeline import Span, bubble, draw, on_paper
+from training.batch_control import BatchControl
 from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
 from training.optimizer import Optimizer, set_lr
-from training.schedule import lr_at
+from training.schedule import BatchSchedule, batch_at, lr_at, same_length_at
+from training.schedule_picture import draw_schedule, draw_speed
 
 
 def train(
@@ -27,6 +29,7 @@ def train(
     model: DistributedModel,
     optimizer: Optimizer,
     corpus: Corpus,
+    control: BatchControl,
     footprint: Footprint,
     metrics: StepMetrics,
     sinks: Sequence[Sink],
@@ -37,54 +40,63 @@ def train(
 
     Returns the number of the signal that asked, or 0. RuntimeError: the loss is not finite any more.
     """
-    tokens, every = 0, job.config.train.eval_every
+    step, tokens, every, signal_number = 0, 0, job.config.train.eval_every, 0
     stop()  # from here on a signal ends the run after its step, no longer at once
-    for step in range(1, job.steps + 1):
+    while tokens < job.budget.total_tokens and not signal_number:
         began = time.perf_counter()
+        step += 1
         model.watch(step == job.config.train.timeline_step)
-        lr = lr_at(tokens + job.batch.tokens, job.lr)
+        shape, lr = job.shape_of(batch_at(tokens, control.schedule)), lr_at(tokens, job.lr, control.schedule)
         set_lr(optimizer, lr)
         torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.dropout_part))
         with footprint.step():
-            loss = model.step(_micro_batches(job, corpus, tokens, model.data_part, device))
+            own = _own_sequences(job, corpus, tokens, control.schedule, model.data_part, device)
+            loss, halves = model.step_in_halves(own) if control.due(step) else (model.step(own), None)
             grad_norm = model.clip_grad_norm(job.config.train.clip)
             footprint.note()
             with record_function(OPTIMIZER):
                 optimizer.step()
                 optimizer.zero_grad()
-        tokens += job.batch.tokens
+        tokens += shape.tokens
+        if halves:
+            control.add(halves, float(grad_norm), tokens)
 
         line = metrics.line(
             step=step,
             tokens=tokens,
+            shape=shape,
             loss=float(loss),
             grad_norm=float(grad_norm),
             lr=lr,
             seconds=time.perf_counter() - began,
+            noise_scale=control.noise.tokens,
             memory=footprint.measured(),  # after the clock has stopped
         )
         for sink in sinks:
             sink.record(line)
         check_finite("loss", line["loss"], step)
+        decision = control.decide(model, tokens) if halves else None
+        if decision:
+            for sink in sinks:
+                sink.record({"step": step, "tokens": tokens, **decision})
         if step == job.config.train.timeline_step:
-            show_timeline(job, model.timeline(), sinks)
+            show_timeline(job, shape.num_micro_batches, model.timeline(), sinks)
         if step == job.config.train.footprint_steps:
             show_footprint(job, footprint, sinks)
         (signal_number,) = model.largest(stop())
-        if signal_number:
-            return signal_number
-        if step == job.steps or (every and step % every == 0):
-            eval_loss = evaluate(job, model, corpus.scored(job.config.train.eval_tokens), device)
+        if not signal_number and (tokens >= job.budget.total_tokens or (every and step % every == 0)):
+            eval_loss = evaluate(shape, model, corpus.scored(job.config.train.eval_tokens), device)
             for sink in sinks:
                 sink.record({"step": step, "tokens": tokens, "eval_loss": eval_loss})
             check_finite("eval_loss", eval_loss, step)
-    return 0
+    show_schedule(job, control, tokens, sinks)
+    return signal_number
 
 
-def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
+def show_timeline(job: Job, num_micro_batches: int, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
     """Gives the sinks the picture of a pipeline's step; does nothing without one."""
     if spans:
-        parallel, p, m = job.config.parallel, job.layout.pp, job.batch.num_micro_batches
+        parallel, p, m = job.config.parallel, job.layout.pp, num_micro_batches
         name = parallel.pp_schedule
         theory = bubble(on_paper(SCHEDULES[name].orders(p, m, parallel.stages_per_rank)))
         title = f"{name}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, {theory:.1%} in theory"
@@ -102,20 +114,41 @@ def show_footprint(job: Job, footprint: Footprint, sinks: Sequence[Sink]) -> Non
         sink.picture("footprint", title, lambda path: draw_footprint(footprint.steps, path, title))
 
 
+def show_schedule(job: Job, control: BatchControl, tokens: int, sinks: Sequence[Sink]) -> None:
+    """Gives the sinks pictures of batch, rate and noise scale, where one of them is not all too plain."""
+    if len(control.schedule.stages) > 1 or control.measured:
+        title = "batch, noise scale and learning rate"
+        for sink in sinks:
+            sink.picture(
+                "schedule",
+                title,
+                lambda path: draw_schedule(control.schedule, job.lr, tokens, control.measured, path, title),
+            )
+    if control.measured:
+        noise_scale = control.measured[-1][1]
+        sizes = [
+            stage.tokens for start, stage in zip(control.schedule.starts, control.schedule.stages) if start < tokens
+        ]
+        speeds = f"the last noise scale is {noise_scale:,.0f} tokens: what a step's batch gives"
+        for sink in sinks:
+            sink.picture("speed", speeds, lambda path: draw_speed(noise_scale, sizes, path, speeds))
+
+
 def check_finite(name: str, value: float, step: int) -> None:
     """RuntimeError where a loss is infinite or not a number: no later step would mend the weights."""
     if not math.isfinite(value):
         raise RuntimeError(f"the {name} of step {step} is {value}: a lower lr.peak or train.clip may help")
 
 
-def _micro_batches(
-    job: Job, corpus: Corpus, tokens: int, data_part: tuple[int, int], device: torch.device
+def _own_sequences(
+    job: Job, corpus: Corpus, tokens: int, batch: BatchSchedule, data_part: tuple[int, int], device: torch.device
 ) -> list[MicroBatch]:
-    """This rank's share of the step that begins after `tokens` tokens."""
-    inputs, targets = rank_batch(
-        corpus.train, job.config.seed, tokens, job.batch.num_sequences, job.batch.seq_len, *data_part
-    )
-    return micro_batches(inputs, targets, job.batch.micro_batch, device)
+    """This rank's share of the step that begins after `tokens` tokens, in micro-batches."""
+    shape = job.shape_of(batch_at(tokens, batch))
+    begin, end = same_length_at(tokens, batch)
+    sequences = (job.config.seed, tokens, shape.num_sequences, shape.seq_len)
+    inputs, targets = rank_batch(corpus.train, *sequences, *data_part, begin=begin, end=end)
+    return micro_batches(inputs, targets, shape.micro_batch, device)
 
 
 def _dropout_seed(seed: int, tokens: int, part: int) -> int:

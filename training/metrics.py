@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memory.micro_batch import BatchShape
 from memory.plans import recomputed_flops_per_token
 from models.flops import flops_per_token
 from training.job import Job
@@ -72,18 +73,20 @@ class StepMetrics:
         *,
         step: int,
         tokens: int,
+        shape: BatchShape,
         loss: float,
         grad_norm: float,
         lr: float,
         seconds: float,
+        noise_scale: float | None,
         memory: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """One step: loss in nats per token, norm before clipping, rates over all ranks, memory of rank 0."""
-        batch, layout, model = self.job.batch, self.job.layout, self.job.config.model
+        """One step: loss in nats per token, norm before clipping, noise scale in tokens, memory of rank 0."""
+        layout, model = self.job.layout, self.job.config.model
         stages = self.job.config.parallel.pp_split
-        rate = batch.tokens / seconds
-        needed = flops_per_token(model, batch.seq_len)
-        again = recomputed_flops_per_token(model, batch.seq_len, self.job.config.memory.ckpt, stages)
+        rate = shape.tokens / seconds
+        needed = flops_per_token(model, shape.seq_len)
+        again = recomputed_flops_per_token(model, shape.seq_len, self.job.config.memory.ckpt, stages)
         tflops = rate * needed / layout.world_size / 1e12
         mfu = tflops / self.peak_tflops if self.peak_tflops else None
         return {
@@ -92,15 +95,15 @@ class StepMetrics:
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "batch_tokens": batch.tokens,
-            "seq_len": batch.seq_len,
-            "micro_batches": batch.num_micro_batches,
+            "batch_tokens": shape.tokens,
+            "seq_len": shape.seq_len,
+            "micro_batches": shape.num_micro_batches,
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "tflops_per_device": tflops,
             "mfu": mfu,
             "hfu": mfu * (needed + again) / needed if mfu is not None else None,
-            "noise_scale": None,
+            "noise_scale": noise_scale,
             "memory": memory,
         }
 

@@ -24,6 +24,7 @@ from parallelism.distributed_model import DistributedModel
 from parallelism.mesh import make_mesh, once_per_node, start_process_group
 from parallelism.nd import parallelize
 from parallelism.stop import Stop
+from training.batch_control import BatchControl
 from training.console import Terminal
 from training.errors import CANNOT_RUN
 from training.folder import FolderError, claim_folder
@@ -44,7 +45,7 @@ def run(stop: Stop, job: Job, chosen_folder: Path | None) -> int:
     device = start_process_group(job.device, job.config.cluster.timeout_minutes)
     first = dist.get_rank() == 0
     logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(message)s")
-    for words in job.idle:
+    for words in job.notices:
         log.warning(words)
     try:
         corpus = prepare_data(job)
@@ -78,6 +79,7 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
     """Trains and writes a sample of text; returns the number of the signal that ended training early, or 0."""
     model = build_model(job, device)
     optimizer = build_optimizer(job, model, device)
+    control = BatchControl(job, folder)
     footprint = Footprint(device, owners(job, model, optimizer), job.config.train.footprint_steps if folder else 0)
     metrics = StepMetrics(job, peak_tflops(job.config.cluster.peak_tflops, device, job.precision))
     terminal = Terminal(job, folder, corpus) if folder else None
@@ -85,7 +87,7 @@ def train_and_show(job: Job, corpus: Corpus, device: torch.device, folder: Path 
     profiled = job.config.train.memory_profile and device.type == "cuda"
     try:
         with cuda_history(folder / "memory.pickle") if folder and profiled else nullcontext():
-            signal_number = train(job, model, optimizer, corpus, footprint, metrics, sinks, device, stop)
+            signal_number = train(job, model, optimizer, corpus, control, footprint, metrics, sinks, device, stop)
         if not signal_number and job.config.train.sample_tokens:
             text = write_text(job, model, corpus, device, stop)
             (signal_number,) = model.largest(stop())
@@ -106,10 +108,11 @@ def prepare_data(job: Job) -> Corpus:
     data, vocab_size = job.config.data, job.config.model.vocab_size
     prepared = once_per_node(lambda: prepare_corpus(data, vocab_size), mistake=DataError)
     corpus = load_corpus(data, vocab_size, job.config.seed, prepared)
-    if corpus.num_train_tokens is not None and corpus.num_train_tokens < job.batch.tokens:
+    largest = max(shape.tokens for shape in job.shapes.values())
+    if corpus.num_train_tokens is not None and corpus.num_train_tokens < largest:
         raise DataError(
-            f"the data hold {corpus.num_train_tokens} training tokens, less than one batch of "
-            f"batch.tokens={job.batch.tokens}; valid: more data, or batch.tokens <= {corpus.num_train_tokens}"
+            f"the data hold {corpus.num_train_tokens} training tokens, less than one batch of batch.tokens={largest}; "
+            f"valid: more data, or batch.tokens <= {corpus.num_train_tokens}"
         )
     return corpus
 
@@ -180,7 +183,7 @@ def write_text(job: Job, model: DistributedModel, corpus: Corpus, device: torch.
         end=end,
         num_entries=corpus.vocab_size,
         length=job.config.train.sample_tokens,
-        context=job.batch.seq_len,
+        context=max(shape.seq_len for shape in job.shapes.values()),
         seed=job.config.seed,
         device=device,
         agree=agree,

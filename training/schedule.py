@@ -1,20 +1,76 @@
-"""Schedules: pure functions of the tokens consumed. No torch and no state, so a resumed run needs only its count."""
+"""Schedules: batch, sequence length and learning rate as pure functions of the tokens consumed.
 
-from collections.abc import Callable
+No torch and no state, so a resumed run needs its count of tokens alone. A batch schedule is a row of stages, each from
+a number of tokens on; a step never straddles two. All is exact for any number of tokens, and takes the same time.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import cos, pi
+from itertools import pairwise
+from math import cos, pi, sqrt
 
 
 @dataclass(frozen=True)
-class LearningRate:
-    """What `lr_at` needs; all lengths in tokens."""
+class Stage:
+    """Steps of one size."""
 
-    shape: str
-    peak: float
-    final: float
-    warmup_tokens: int
-    decay_tokens: int  # wsd alone
-    total_tokens: int
+    from_tokens: int  # it starts with the first step that begins at or after so many tokens
+    tokens: int  # of one step
+    seq_len: int  # tokens of one sequence
+    lr_factor: float = 1.0  # by which the learning rate is multiplied
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Stages, and after how many tokens and steps each starts."""
+
+    stages: tuple[Stage, ...]
+    starts: tuple[int, ...]
+    first_steps: tuple[int, ...]
+
+
+def make_schedule(stages: Sequence[Stage]) -> BatchSchedule:
+    """Where each stage starts, given their thresholds, which rise from 0. Every stage has at least one step."""
+    starts, first_steps = [0], [0]
+    for stage, following in pairwise(stages):
+        num_steps = max(1, -(-(following.from_tokens - starts[-1]) // stage.tokens))
+        starts.append(starts[-1] + num_steps * stage.tokens)
+        first_steps.append(first_steps[-1] + num_steps)
+    return BatchSchedule(tuple(stages), tuple(starts), tuple(first_steps))
+
+
+def stage_index(tokens: int, batch: BatchSchedule) -> int:
+    """The number, from 0, of the stage of the step that begins after `tokens` tokens."""
+    return bisect_right(batch.starts, tokens) - 1
+
+
+def batch_at(tokens: int, batch: BatchSchedule) -> Stage:
+    """The stage of the step that begins after `tokens` tokens."""
+    return batch.stages[stage_index(tokens, batch)]
+
+
+def steps_at(tokens: int, batch: BatchSchedule) -> int:
+    """The least number of steps that consume at least `tokens` tokens."""
+    index = stage_index(tokens, batch)
+    return batch.first_steps[index] - (batch.starts[index] - tokens) // batch.stages[index].tokens
+
+
+def tokens_at(steps: int, batch: BatchSchedule) -> int:
+    """Tokens consumed by so many steps."""
+    index = bisect_right(batch.first_steps, steps) - 1
+    return batch.starts[index] + (steps - batch.first_steps[index]) * batch.stages[index].tokens
+
+
+def same_length_at(tokens: int, batch: BatchSchedule) -> tuple[int, int | None]:
+    """From and up to how many tokens (None: for good) sequences are as long as in the step after `tokens`."""
+    first = last = stage_index(tokens, batch)
+    seq_lens = [stage.seq_len for stage in batch.stages]
+    while first > 0 and seq_lens[first - 1] == seq_lens[first]:
+        first -= 1
+    while last < len(seq_lens) - 1 and seq_lens[last + 1] == seq_lens[last]:
+        last += 1
+    return batch.starts[first], batch.starts[last + 1] if last < len(seq_lens) - 1 else None
 
 
 def cosine(progress: float, decay: float) -> float:
@@ -44,15 +100,49 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
     "constant": constant,
 }
 
+# What the learning rate is multiplied by, where the batch is `ratio` times the reference. The square root is the rule
+# of Adam (Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms), linear that of SGD
+# (Goyal et al. 2017, section 2.1).
+SCALINGS: dict[str, Callable[[float], float]] = {
+    "sqrt": sqrt,
+    "linear": lambda ratio: ratio,
+    "none": lambda ratio: 1.0,
+}
+UNITS = ("tokens", "steps")
 
-def lr_at(tokens: int, schedule: LearningRate) -> float:
-    """Learning rate of the step that ends at `tokens` consumed (its own included, so no step has a rate of 0).
 
-    It rises linearly to `peak` at `warmup_tokens`, then goes from `peak` to `final` by `shape` and stays there.
+@dataclass(frozen=True)
+class LearningRate:
+    """What `lr_at` needs; the three lengths are in units: tokens or steps."""
+
+    shape: str
+    peak: float
+    final: float
+    warmup: int
+    decay: int  # wsd alone
+    end: int  # of the way from peak to final
+    unit: str = "tokens"
+    batch_scaling: str = "none"
+    batch_ref: int = 1  # tokens of a step for which the peak is meant
+
+
+def lr_at(tokens: int, lr: LearningRate, batch: BatchSchedule) -> float:
+    """Learning rate of the step that begins after `tokens` tokens: peak * shape * scaling(B / B_ref) * lr_factor.
+
+    The shape is that of the step's end, so that no step has a rate of 0.
     """
-    if tokens < schedule.warmup_tokens:
-        return schedule.peak * tokens / schedule.warmup_tokens
-    length = max(1, schedule.total_tokens - schedule.warmup_tokens)
-    progress = min(1.0, (tokens - schedule.warmup_tokens) / length)
-    height = SHAPES[schedule.shape](progress, schedule.decay_tokens / length)
-    return schedule.final + (schedule.peak - schedule.final) * height
+    stage = batch_at(tokens, batch)
+    end = steps_at(tokens, batch) + 1 if lr.unit == "steps" else tokens + stage.tokens
+    return unscaled_lr(end, lr) * SCALINGS[lr.batch_scaling](stage.tokens / lr.batch_ref) * stage.lr_factor
+
+
+def unscaled_lr(units: int, lr: LearningRate) -> float:
+    """Learning rate after so many units for a batch of `batch_ref`.
+
+    It rises linearly to `peak` at `warmup`, then goes from `peak` to `final` by `shape` and stays there.
+    """
+    if units < lr.warmup:
+        return lr.peak * units / lr.warmup
+    length = max(1, lr.end - lr.warmup)
+    progress = min(1.0, (units - lr.warmup) / length)
+    return lr.final + (lr.peak - lr.final) * SHAPES[lr.shape](progress, lr.decay / length)

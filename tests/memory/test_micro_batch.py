@@ -49,8 +49,8 @@ def test_fewer_sequences_than_ranks() -> None:
         split_batch(tokens=100, seq_len=256, micro_batch="auto", num_parts=8)
     with pytest.raises(ValueError, match=r"nearest valid: batch\.tokens=8192, or dp=6$"):
         split_batch(tokens=3072, seq_len=256, micro_batch=2, num_parts=16)
-    for valid in ({"tokens": 8192, "num_parts": 16}, {"tokens": 3072, "num_parts": 6}):
-        split_batch(seq_len=256, micro_batch=2, **valid)
+    for tokens, num_parts in ((8192, 16), (3072, 6)):
+        split_batch(tokens=tokens, seq_len=256, micro_batch=2, num_parts=num_parts)
 
 
 @pytest.mark.parametrize("value", [0, -1, "many"])

@@ -9,6 +9,7 @@ from parallelism.layout import (
     check_gpus,
     check_host_memory,
     check_model,
+    check_seq_len,
     check_world_size,
     node_warning,
     resolve_layout,
@@ -53,11 +54,16 @@ def test_dp_shard_has_to_divide_dp(dp: int, dp_shard: int, valid: str) -> None:
         Layout(dp=dp, dp_shard=dp_shard)
 
 
-MODEL = {"heads": 8, "hidden_dim": 7, "vocab_size": 65, "seq_len": 32, "dropout": 0.0}
+MODEL = {"heads": 8, "hidden_dim": 7, "vocab_size": 65, "dropout": 0.0}
 
 
 def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> ParallelConfig:
     return replace(PARALLEL, sequence_parallel=sequence_parallel, cp_method=cp_method)
+
+
+def check(layout: Layout, parallel: ParallelConfig, seq_len: int = 32, **model: Any) -> None:
+    check_model(layout, parallel, **MODEL | model)
+    check_seq_len(layout, parallel, seq_len)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def parallel(sequence_parallel: bool = False, cp_method: str = "ring") -> Parall
     ],
 )
 def test_layouts_that_fit_the_model(degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any]) -> None:
-    check_model(Layout(**{"dp": 1} | degrees), parallel(**settings), **MODEL | model)
+    check(Layout(**{"dp": 1} | degrees), parallel(**settings), **model)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_layouts_that_do_not_fit_the_model(
     degrees: dict[str, int], settings: dict[str, Any], model: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(Layout(**{"dp": 1} | degrees), parallel(**settings), **MODEL | model)
+        check(Layout(**{"dp": 1} | degrees), parallel(**settings), **model)
 
 
 def test_layout_must_have_the_ranks_that_are_there() -> None:

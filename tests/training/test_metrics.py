@@ -17,13 +17,14 @@ MEASURED: dict[str, Any] = {
     "grad_norm": 1.0,
     "lr": 1e-3,
     "seconds": 0.25,
+    "noise_scale": None,
     "memory": None,
 }
 
 
 def test_rates_follow_from_the_batch_and_the_seconds() -> None:
     job = make_tiny_job("dp=2")
-    line = StepMetrics(job, peak_tflops=1e-3).line(**MEASURED)
+    line = StepMetrics(job, peak_tflops=1e-3).line(shape=job.first_shape, **MEASURED)
     assert line["tokens_per_second"] == 2048
     # 2048 tokens/s over two devices of 1e-3 TFLOP/s = 1e9 FLOP/s each.
     assert line["mfu"] == pytest.approx(2048 / 2 * flops_per_token(job.config.model, 32) / 1e9)
@@ -33,15 +34,16 @@ def test_rates_follow_from_the_batch_and_the_seconds() -> None:
 def test_hfu_counts_what_is_computed_twice() -> None:
     """All of a block but its last matrix, of 2 layers; with selective nothing."""
     job = make_tiny_job("memory=ckpt")
-    line = StepMetrics(job, peak_tflops=1e-3).line(**MEASURED)
+    line = StepMetrics(job, peak_tflops=1e-3).line(shape=job.first_shape, **MEASURED)
     again = 2 * (block_flops_per_token(job.config.model, 32) - 2 * 32 * job.config.model.hidden_dim)
     assert line["hfu"] / line["mfu"] == pytest.approx(1 + again / flops_per_token(job.config.model, 32))
-    line = StepMetrics(make_tiny_job("memory.ckpt=selective"), peak_tflops=1e-3).line(**MEASURED)
+    line = StepMetrics(make_tiny_job("memory.ckpt=selective"), peak_tflops=1e-3).line(shape=job.first_shape, **MEASURED)
     assert line["hfu"] == line["mfu"] > 0
 
 
 def test_what_is_not_known_is_null() -> None:
-    line = StepMetrics(make_tiny_job(), None).line(**MEASURED)
+    job = make_tiny_job()
+    line = StepMetrics(job, None).line(shape=job.first_shape, **MEASURED)
     assert {key for key, value in line.items() if value is None} == {"mfu", "hfu", "noise_scale", "memory"}
 
 
