@@ -31,12 +31,13 @@ bench: $(VENV)/installed ## The slow tests
 test-oldest: $(OLDEST)/installed ## The tests on the oldest torch that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -m "not slow"
 
-figures: $(VENV)/installed ## Measure every number in the README (about an hour)
+figures: $(VENV)/installed ## Measure every number in the README (about two hours)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/start.py
 	$(RUN) benchmarks/layouts.py
 	$(RUN) benchmarks/pipeline.py
 	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/noise_scale.py
 	$(RUN) benchmarks/learning.py
 
 lock: ## Pin the newest versions that pyproject.toml allows into requirements.lock

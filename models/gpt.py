@@ -194,5 +194,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats summed over the targets other than -100: (B, T, V) and (B, T) to a float32 scalar."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    """Cross-entropy in nats summed over the targets other than -100: (B, T, V) and (B, T) to at least a float32."""
+    exact = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(exact, targets.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -54,7 +54,7 @@ class DistributedModel:
             config = next(iter(stages.values())).config
             cuts = self._layout.tp if parallel.sequence_parallel else 1
             first, end = vocabulary_part(config.vocab_size, self._place["tp"], self._layout.tp)
-            logits_dtype = torch.bfloat16 if bf16 else torch.float32
+            logits_dtype = torch.bfloat16 if bf16 else hidden_dtype
             self._pipeline = Pipeline(
                 trained,
                 len(parallel.pp_split),

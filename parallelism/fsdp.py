@@ -28,7 +28,7 @@ def apply_fsdp(
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.float32 if bf16 else None,
         cast_forward_inputs=False,  # RoPE's angles are inputs of a block and have to stay float32
     )
     on_cuda = mesh.device_type == "cuda"

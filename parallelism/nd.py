@@ -80,7 +80,7 @@ def parallelize(
             # added it up, in an order that follows from their buffers' sizes. Lest copies drift apart it is averaged.
             if partial.get(name) or (name in partial and layout.dp * layout.cp > 1):
                 replicated[parameter] = 1 if partial[name] else 1 / layout.tp
-    hidden_dtype = torch.bfloat16 if bf16 and sharded else torch.float32
+    hidden_dtype = torch.bfloat16 if bf16 and sharded else next(model.parameters()).dtype
     return DistributedModel(stages, trained, mesh, device, parallel, replicated, bf16, hidden_dtype)
 
 

@@ -48,7 +48,8 @@ class _VocabularyCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: ProcessGroup) -> Tensor:
-        exact = logits.float()  # (B, T, V/n); what is kept for the backward is the logits as they came
+        # What is kept for the backward is the logits as they came.
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (B, T, V/n)
         num_entries = logits.shape[-1]
         index = targets - first
         mine = (index >= 0) & (index < num_entries)  # (B, T)
@@ -65,7 +66,7 @@ class _VocabularyCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_sum, index, mine, valid = ctx.saved_tensors
-        chances = (logits - log_sum.unsqueeze(-1)).exp_()  # (B, T, V/n) float32
+        chances = (logits - log_sum.unsqueeze(-1)).exp_()  # (B, T, V/n)
         if chances.shape[-1]:
             chances.scatter_add_(-1, index, -mine.unsqueeze(-1).to(chances.dtype))
         return chances.mul_(valid.unsqueeze(-1) * gradient).type_as(logits), None, None, None

@@ -109,7 +109,7 @@ def doublings(tokens: int, max_tokens: int) -> list[int]:
 
 def resolve_lr(config: Config, budget: Budget) -> tuple[LearningRate, dict[str, Any]]:
     """The learning rate, and its keys with each `auto` filled in. ValueError: its parts overrun its end."""
-    lr, total = config.lr, budget.total_tokens
+    lr, total = config.lr, config.train.tokens or budget.total_tokens
     warmup = total // 20 if isinstance(lr.warmup_tokens, str) else lr.warmup_tokens
     decay = total // 5 if isinstance(lr.decay_tokens, str) else lr.decay_tokens
     end = total if isinstance(lr.end_tokens, str) else lr.end_tokens

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -20,7 +20,7 @@ from omegaconf.errors import (
 
 from checks import nearest
 from parallelism.ranks import joined
-from training.config import Config
+from training.config import Config, StageConfig
 
 CANNOT_RUN = 2  # exit code of a configuration, or of data, that can't be used
 GROUP_PROBLEM = "Config group override must be a string"  # how a ValueError of Hydra's begins
@@ -72,6 +72,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return explain(cause)
     key = str(getattr(error, "full_key", None) or "")
+    if getattr(error, "object_type", None) is StageConfig and "." not in key:  # omegaconf forgets where the list is
+        key = f"batch.stages[].{key}"
     if isinstance(error, InterpolationResolutionError) or key.startswith("hydra"):
         return f"{key}: {str(error).splitlines()[0]}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
@@ -110,8 +112,9 @@ def _config_keys(schema: type, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, kind in get_type_hints(schema).items():
         keys.append(prefix + name)
-        if is_dataclass(kind):
-            keys += _config_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        inner, dots = (get_args(kind)[0], "[].") if get_origin(kind) is list else (kind, ".")
+        if is_dataclass(inner):
+            keys += _config_keys(inner, f"{prefix}{name}{dots}")  # type: ignore[arg-type]
     return keys
 
 
@@ -124,8 +127,12 @@ def _no_such_choice(file: str) -> str:
 def _type_words(key: str) -> str:
     """What the key takes, read off the dataclass that declares it."""
     kind: Any = Config
-    for part in re.sub(r"\[\d+\]", "", key).split("."):
-        kind = get_type_hints(kind)[part]
+    for part in key.split("."):
+        kind = get_type_hints(kind)[part.partition("[")[0]]
+        if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
+            kind = get_args(kind)[0]  # a row of the list
+    if kind is StageConfig:
+        return "a list of {from_tokens: 0, tokens: 2048, seq_len: 128}"
     if is_dataclass(kind):
         choice = f"{key}=NAME, or " if key in groups() else ""
         return f"{choice}one of its keys, such as {key}.{fields(kind)[0].name}=VALUE"

@@ -31,7 +31,7 @@ class Sink(Protocol):
     """Where metrics go: a file, a tracker, a terminal."""
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Takes the metrics of a step, or of an evaluation (which has the key eval_loss)."""
+        """Takes the metrics of a step, of an evaluation (which has eval_loss) or of a decision (next_batch_tokens)."""
 
     def picture(self, name: str, title: str, draw: Callable[[Path], None]) -> None:
         """Takes a picture, which `draw` writes to a path."""
