@@ -72,7 +72,17 @@ def split_batch(
     return BatchShape(num_sequences, seq_len, num_parts, micro_batch)
 
 
-def micro_batch_of_half(num_sequences: int, micro_batch: int, multiple: int = 1) -> int | None:
-    """The largest size up to `micro_batch` that cuts so many sequences into a multiple of micro-batches; None: none."""
-    sizes = range(min(micro_batch, num_sequences), 0, -1)
-    return next((n for n in sizes if num_sequences % n == 0 and num_sequences // n % multiple == 0), None)
+def micro_batches_of_halves(
+    num_sequences: int, micro_batch: int, multiple: int | None = None
+) -> tuple[int, int] | None:
+    """The largest sizes of micro-batches, up to `micro_batch`, that cut the halves of a rank's sequences.
+
+    With a `multiple` both are one size, of which so many have to make up the whole. None: there are none.
+    """
+    first, second = -(-num_sequences // 2), num_sequences // 2
+    sizes = range(min(micro_batch, second), 0, -1)
+    if multiple is None:
+        found = [max((n for n in divisors(half) if n <= micro_batch), default=0) for half in (first, second)]
+        return (found[0], found[1]) if second else None
+    one = next((n for n in sizes if first % n == second % n == 0 and num_sequences // n % multiple == 0), None)
+    return None if one is None else (one, one)

@@ -9,19 +9,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from memory.footprint import BACKWARD, FORWARD
 from models.gpt import GPT, IGNORED
-from parallelism.collectives import all_reduce, exchange
 from parallelism.cp import own_positions
-from parallelism.halves import Halves, MicroBatch, halve, put_back, set_aside
+from parallelism.dp import sum_gradients
+from parallelism.halves import Gradients, Halves, MicroBatch, add_gradients, give_gradients, halve, take_gradients
 from parallelism.layout import ParallelConfig, seq_len_step
 from parallelism.mesh import Mesh
 from parallelism.norm import scale_gradients, square_grad_norm
 from parallelism.pp import Part, Pipeline
+from parallelism.repeated import add_replicated_gradients, add_tied_gradients
 from parallelism.timeline import Span
 from parallelism.vocabulary import VocabularyLoss, vocabulary_part
 
@@ -92,52 +92,62 @@ class DistributedModel:
         of that mean loss, whatever the number of ranks and micro-batches.
         """
         parts = [self._own_tokens(*micro_batch) for micro_batch in micro_batches]
-        return self._sum_over_data(self._backward(parts, self._count(parts).clamp(min=1)))
+        loss, _ = self._backward(parts, self._count(parts).clamp(min=1))
+        self._add_repeated_gradients()
+        return self._sum_over_data(loss)
 
     def step_in_halves(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Halves | None]:
         """The same step and norms of its two halves (one gradient more is held); None: there are too few sequences."""
-        cut = halve(micro_batches, self._pipeline.multiple if self._pipeline else 1)
+        cut = halve(micro_batches, self._pipeline.multiple if self._pipeline else None)
         if cut is None:
             return self.step(micro_batches), None
         halves = [[self._own_tokens(*micro_batch) for micro_batch in half] for half in cut]
         tokens = torch.stack([self._count(parts) for parts in halves])
-        num_tokens = tokens.sum().clamp(min=1)
-        first_loss = self._backward(halves[0], num_tokens)
-        first_square = self._square_grad_norm()
-        aside = set_aside(self.parameters())
-        second_loss = self._backward(halves[1], num_tokens)
-        squares = torch.stack((first_square, self._square_grad_norm()))
-        put_back(aside)
-        return self._sum_over_data(first_loss + second_loss), Halves(squares, tokens)
+        loss, first = self._backward([*halves[0], *halves[1]], tokens.sum().clamp(min=1), len(halves[0]))
+        second, squares = take_gradients(self.parameters()), []
+        for gradients in (first, second):
+            give_gradients(gradients)
+            self._add_repeated_gradients()
+            squares.append(self._square_grad_norm())
+        add_gradients(first)
+        return self._sum_over_data(loss), Halves(torch.stack(squares), tokens)
 
     def _count(self, parts: Sequence[Part]) -> Tensor:
         """Valid tokens of the parts of all ranks."""
         return self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
 
-    def _backward(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
-        """Forward and backward; returns this rank's part of the loss, and leaves gradients that are all ranks' sum."""
+    def _backward(self, parts: Sequence[Part], num_tokens: Tensor, half: int | None = None) -> tuple[Tensor, Gradients]:
+        """Forward and backward; leaves gradients summed over data parallel ranks.
+
+        Returns this rank's part of the loss, and the gradients of the first `half` parts, which are then taken off.
+        """
         for stage in self.stages.values():
             stage.train()
         if self._pipeline is None:
-            loss = self._accumulate(parts, num_tokens)
+            loss, first = self._accumulate(parts, num_tokens, half)
         else:
             with self._autocast():
-                loss = self._from_last_stage(self._pipeline.step(parts, num_tokens))
-            self._add_tied_gradients()
-        self._add_replicated_gradients()
-        return loss
+                loss, first = self._pipeline.step(parts, num_tokens, half)
+            loss = self._from_last_stage(loss)
+        if any(isinstance(trained, DistributedDataParallel) for trained in self._trained.values()):
+            sum_gradients(first.values(), self._mesh.weights["replicas"].get_group())
+        return loss, first
 
-    def _accumulate(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
+    def _accumulate(
+        self, parts: Sequence[Part], num_tokens: Tensor, half: int | None = None
+    ) -> tuple[Tensor, Gradients]:
         """Forward and backward of each micro-batch, one after the other; returns the sum of their losses."""
-        total = torch.zeros((), device=self._device)
-        for index, (inputs, targets, positions) in enumerate(parts):
-            with self._sync(index == len(parts) - 1):
+        total, first = torch.zeros((), device=self._device), Gradients()
+        for number, (inputs, targets, positions) in enumerate(parts, 1):
+            with self._sync(number == len(parts), number == half):
                 with self._autocast(), record_function(FORWARD):
                     loss = self._trained[0](inputs, targets, positions) / num_tokens
                 with record_function(BACKWARD):
                     loss.backward()
             total += loss.detach()
-        return total
+            if number == half:
+                first = take_gradients(self.parameters())
+        return total, first
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -238,7 +248,7 @@ class DistributedModel:
         return value
 
     @contextmanager
-    def _sync(self, last: bool) -> Iterator[None]:
+    def _sync(self, last: bool, half: bool) -> Iterator[None]:
         """Replicas reduce gradients once per step: in the backward of the last micro-batch.
 
         Shards do so in every one, or each rank would hold a whole gradient. Where memory is there for whole parameters,
@@ -252,38 +262,25 @@ class DistributedModel:
             return
         if isinstance(trained, FSDPModule):
             if self._parallel.reshard:
-                trained.set_requires_all_reduce(last)
+                trained.set_requires_all_reduce(last or half)
             else:
-                trained.set_requires_gradient_sync(last)
-                trained.set_reshard_after_backward(last)
+                trained.set_requires_gradient_sync(last or half)
+                trained.set_reshard_after_backward(last or half)
         yield
 
-    def _add_replicated_gradients(self) -> None:
-        """Adds up over tp, in one go, the gradients of parameters that each of its ranks has: see `apply_tp`."""
+    def _add_repeated_gradients(self) -> None:
+        """Adds up what ranks compute of parameters that several have."""
+        tied = [parameter for _, parameter in self._tied_ends()]
+        if tied:
+            add_tied_gradients(tied, self._mesh.weights["pp"].get_group())
         if self._replicated:
-            shards = [parameter.grad.to_local() for parameter in self._replicated]  # type: ignore[union-attr]
-            parts = [shard.flatten() * weight for shard, weight in zip(shards, self._replicated.values())]
-            whole = all_reduce(torch.cat(parts), self._mesh.weights["tp"].get_group())
-            for shard, total in zip(shards, whole.split([shard.numel() for shard in shards])):
-                shard.copy_(total.view_as(shard))
+            add_replicated_gradients(self._replicated, self._mesh.weights["tp"].get_group())
 
     def _tied_ends(self) -> list[tuple[str, nn.Parameter]]:
         """Of the token embedding and the head, if they are one parameter that two stages hold, those of this rank."""
         if self._layout.pp == 1 or not next(iter(self.stages.values())).config.tie_embeddings:
             return []
         return [(name, p) for name, p in self.named_parameters() if name in ("embedding.weight", "head.weight")]
-
-    def _add_tied_gradients(self) -> None:
-        """The ranks of the first and of the last stage exchange their gradients of the tied weight, and add them."""
-        gradients = [parameter.grad for _, parameter in self._tied_ends() if parameter.grad is not None]
-        ends = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        if len(ends) == 2:  # both stages are here
-            first, last = ends
-            last.copy_(first.add_(last))
-        elif ends:
-            group = self._mesh.weights["pp"].get_group()
-            peer = group.size() - 1 if group.rank() == 0 else 0
-            ends[0] += exchange(ends[0], group, to=peer, source=peer)()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)

@@ -4,11 +4,12 @@ Torch's DistributedDataParallel does the work (Li et al. 2020, section 3): gradi
 bucket's all-reduce runs while backward still computes the next.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +30,16 @@ def apply_dp(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     return replicated
 
 
-def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's own hook averages; ours sums, since each loss is already divided by the whole batch's token count."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums gradients that backward has left alone, in place, over the ranks of a group."""
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+    for work in works:
+        assert work is not None
+        work.wait()

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from memory.copies import own_part
-from memory.micro_batch import micro_batch_of_half
+from memory.micro_batch import micro_batches_of_halves
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
+Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,32 +26,36 @@ class Halves:
     tokens: Tensor  # (2,)
 
 
-def halve(micro_batches: Sequence[MicroBatch], multiple: int = 1) -> list[list[MicroBatch]] | None:
-    """Every second sequence, and the others, in micro-batches; None: there are too few for a `multiple` of them.
+def halve(micro_batches: Sequence[MicroBatch], multiple: int | None = None) -> list[list[MicroBatch]] | None:
+    """Every second sequence, and the others, in micro-batches; None: there are too few.
 
-    Ranks of data parallel take contiguous shares: of even ones, the halves are the same on all layouts.
+    Ranks of data parallel take contiguous shares: of even ones, the halves are the same on all layouts. In a pipeline,
+    which runs a `multiple` of micro-batches, all have one size.
     """
     inputs, targets = (torch.cat(tensors) for tensors in zip(*micro_batches))
-    halves = []
-    for first in (0, 1):
-        x, y = inputs[first::2], targets[first::2]
-        size = micro_batch_of_half(len(x), len(micro_batches[0][0]), multiple)
-        if size is None:
-            return None
-        halves.append(list(zip(x.split(size), y.split(size))))
-    return halves
+    sizes = micro_batches_of_halves(len(inputs), len(micro_batches[0][0]), multiple)
+    if sizes is None:
+        return None
+    parts = ((inputs[first::2].split(size), targets[first::2].split(size)) for first, size in enumerate(sizes))
+    return [list(zip(x, y)) for x, y in parts]
 
 
-def set_aside(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Takes the gradients off their parameters, so that the next backward begins anew."""
-    aside = {}
+    taken = Gradients()
     for parameter in parameters:
         if parameter.grad is not None:
-            aside[parameter] = own_part(parameter.grad).clone()  # DDP's buckets, where they may lie, are used again
-            parameter.grad = None
-    return aside
+            taken[parameter], parameter.grad = parameter.grad, None
+    return taken
 
 
-def put_back(aside: dict[nn.Parameter, Tensor]) -> None:
-    """Adds the gradients that were set aside to those that have come since."""
-    torch._foreach_add_([own_part(parameter.grad) for parameter in aside], list(aside.values()))  # type: ignore[arg-type]
+def give_gradients(gradients: Gradients) -> None:
+    """Gives them to their parameters."""
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+
+
+def add_gradients(gradients: Gradients) -> None:
+    """Adds them to those that the parameters have."""
+    own = [own_part(parameter.grad) for parameter in gradients if parameter.grad is not None]
+    torch._foreach_add_(own, [own_part(gradient) for gradient in gradients.values()])

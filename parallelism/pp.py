@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from memory.footprint import FORWARD
 from models.gpt import GPT
 from parallelism.clock import Clock
+from parallelism.halves import Gradients, take_gradients
 from parallelism.schedules import SCHEDULES
 from parallelism.slots import Slot, rank_of
 
@@ -51,11 +52,15 @@ def cut_stage(model: GPT, counts: Sequence[int], stage: int) -> GPT:
 
 
 class TimedStage(PipelineStage):
-    """Torch's stage, with a clock."""
+    """Torch's stage, with a clock; and one that can give away the gradients of its first micro-batches."""
 
     def __init__(self, clock: Clock, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.clock = clock
+        self.half: int | None = (
+            None  # how many those are; every schedule's backwards come in the order of micro-batches
+        )
+        self.first = Gradients()  # theirs
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """What torch 2.11 connects ranks by; where a pipeline turns back it would have a rank send to itself."""
@@ -69,23 +74,52 @@ class TimedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         with self.clock.time(Slot(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward and bwd_chunk_id + 1 == self.half:
+            self._take_first()
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.time(Slot(self.stage_index, "W", bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
             _add_up_in_float32(self.submod)
+        if bwd_chunk_id + 1 == self.half:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        parameters = list(self.submod.parameters())
+        if isinstance(self.submod, FSDPModule):  # whose parameters now are whole
+            parameters = _reduce(self.submod)
+        self.first = take_gradients(parameters)
 
 
 def _add_up_in_float32(stage: nn.Module) -> None:
     """Has FSDP take over gradients, as it does after a whole backward: else micro-batches add up in bf16."""
-    for unit in stage.modules():
-        if isinstance(unit, FSDPModule):
-            state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one
-            for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+    for parameter in (parameter for group in _fsdp_groups(stage) for parameter in group.fsdp_params):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
+def _reduce(stage: Any) -> list[nn.Parameter]:
+    """Has FSDP reduce gradients as torch does after the last micro-batch, but keep the parameters gathered.
+
+    Returns the shards that have the gradients.
+    """
+    stage.set_is_last_backward(True)
+    stage.set_reshard_after_backward(False)
+    stage.set_requires_gradient_sync(True)
+    groups = _fsdp_groups(stage)
+    for group in groups:
+        group.post_backward()
+    fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
+def _fsdp_groups(stage: nn.Module) -> list[Any]:
+    """Of each unit the group of its parameters; torch 2.11 has one, or none, where later ones have a list."""
+    states: list[Any] = [fully_shard.state(unit) for unit in stage.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for those in groups for group in those if group]
 
 
 class Pipeline:
@@ -113,6 +147,7 @@ class Pipeline:
         self.logits = logits
         self.clock = Clock(device)
         self._num_tokens = torch.zeros(())  # by which the loss of the step is divided
+        self._timed: list[TimedStage] = []
         self._runtime: Any = None  # of the last step, for micro-batches of `_shape`
         self._shape: Any = None
 
@@ -126,14 +161,19 @@ class Pipeline:
         """What has to divide the number of micro-batches."""
         return self.schedule.multiple(self.group.size(), len(self.stages))
 
-    def step(self, parts: Sequence[Part], num_tokens: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; the loss over num_tokens where the last stage is, else 0."""
+    def step(self, parts: Sequence[Part], num_tokens: Tensor, half: int | None = None) -> tuple[Tensor, Gradients]:
+        """Forward and backward of all micro-batches; the loss over num_tokens where the last stage is, else 0.
+
+        Also the gradients of the first `half` micro-batches, which then are not in the parameters.
+        """
         inputs, targets = (torch.cat([part[index] for part in parts]) for index in (0, 1))  # type: ignore[misc]
         self._num_tokens = num_tokens
         shape = len(parts), parts[0][0].shape
         if shape != self._shape:
             self._runtime, self._shape = None, shape  # its buffers go before the new ones come
             self._runtime = self._make_runtime(len(parts), parts[0][0])
+        for stage in self._timed:
+            stage.half, stage.first = half, Gradients()
         losses: list[Tensor] = []
         tokens = (inputs,) if 0 in self.stages else ()
         target = targets if self.has_last else None
@@ -141,7 +181,8 @@ class Pipeline:
         self._runtime.step(
             *tokens, positions=self._positions(parts[0]), target=target, losses=losses, return_outputs=False
         )
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        return loss, Gradients(pair for stage in self._timed for pair in stage.first.items())
 
     def forward(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
         """Micro-batches, without gradients: each one's summed loss, or logits, where the last stage is, else none.
@@ -184,13 +225,14 @@ class Pipeline:
 
     def _make_runtime(self, num_micro_batches: int, inputs: Tensor) -> Any:
         """Torch's runtime for so many micro-batches like `inputs`, (B, T/cp)."""
-        stages = []
+        stages: list[TimedStage] = []
         for number, module in self.stages.items():
             hidden = self.hidden(inputs).requires_grad_()  # a gradient comes back for it
             taken = inputs if number == 0 else hidden
             given = self.logits(inputs).requires_grad_() if number == self.num_stages - 1 else hidden
             shape = (module, number, self.num_stages, self.device, taken, given)
             stages.append(TimedStage(self.clock, *shape, group=self.group))
+        self._timed = stages
         last = self.stages.get(self.num_stages - 1)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:

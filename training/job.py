@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from memory.config import check_offload, check_selective
-from memory.micro_batch import BatchShape, micro_batch_of_half, split_batch
+from memory.micro_batch import BatchShape, micro_batches_of_halves, split_batch
 from models.flops import head_layers, num_parameters
 from parallelism.layout import (
     Layout,
@@ -149,13 +149,14 @@ def unmeasured(
     config: Config, layout: Layout, parallel: ParallelConfig, shapes: dict[tuple[int, int], BatchShape]
 ) -> list[str]:
     """Which batches the noise scale can't be measured with, since a rank's sequences have no halves; in words."""
-    words, multiple = [], multiple_of(layout, parallel)
+    words, multiple = [], multiple_of(layout, parallel) if layout.pp > 1 else None
     for shape in shapes.values():
-        half = shape.num_sequences // layout.dp // 2
-        if config.noise.every and micro_batch_of_half(half, shape.micro_batch, multiple) is None:
+        own = shape.num_sequences // layout.dp
+        if config.noise.every and micro_batches_of_halves(own, shape.micro_batch, multiple) is None:
+            into = f" into a multiple of {multiple} micro-batches" if multiple else ""
             words.append(
-                f"noise.every={config.noise.every} measures nothing in steps of {shape.tokens:,} tokens: half of a "
-                f"rank's {shape.num_sequences // layout.dp} sequences has to be {multiple} micro-batches or more"
+                f"noise.every={config.noise.every} measures nothing in steps of {shape.tokens:,} tokens: it can't "
+                f"halve a rank's {own} sequences{into}"
             )
     return words
 

@@ -37,6 +37,9 @@ CASES = [
     case("gpt2_deep", 6, pp=2, options=INTERLEAVED),
     case("gpt2_deep", 6, pp=2, options={"pp_schedule": "zbv"}),
     case("llama_tied", 3, dp=4, dp_shard=2),
+    case("gpt2", 3, pp=2, dp=2),
+    case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options={"pp_schedule": "zbv"}),
+    case("gpt2_deep", 3, pp=2, dp=2, dp_shard=2, options=INTERLEAVED),
     case("llama_tied", 3, pp=2, tp=2, dp=2, dp_shard=2),
     case("gpt2", 3, pp=2, cp=2, dp=2),
 ]
@@ -137,17 +140,20 @@ def estimate_of(results: dict[str, Any]) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("sizes", "multiple", "expected"),
     [
-        ([4, 4], 1, ([4], [4])),
-        ([4], 1, ([2], [2])),
-        ([5], 1, ([3], [2])),
-        ([2, 2, 2], 1, ([1, 1, 1], [1, 1, 1])),  # three sequences in each half, which 2 does not divide
+        ([4, 4], None, ([4], [4])),
+        ([4], None, ([2], [2])),
+        ([5], None, ([3], [2])),
+        ([2, 2, 2], None, ([1, 1, 1], [1, 1, 1])),  # three sequences in each half, which 2 does not divide
+        ([1], None, None),
+        ([5], 1, ([1, 1, 1], [1, 1])),  # a pipeline's micro-batches are all of one size
+        ([4, 4], 2, ([4], [4])),
+        ([2, 2, 2], 3, ([1, 1, 1], [1, 1, 1])),
+        ([3, 3], 4, None),
         ([1], 1, None),
-        ([4, 4], 2, ([2, 2], [2, 2])),
-        ([1, 1], 2, None),
     ],
     ids=str,
 )
-def test_halves_are_every_second_sequence(sizes: list[int], multiple: int, expected: Any) -> None:
+def test_halves_are_every_second_sequence(sizes: list[int], multiple: int | None, expected: Any) -> None:
     rows = torch.arange(sum(sizes)).unsqueeze(1)
     halves = halve([(part, part + 1) for part in rows.split(sizes[0])], multiple)
     if halves is None or expected is None:

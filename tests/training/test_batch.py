@@ -133,7 +133,7 @@ def test_stages_that_the_run_does_not_reach_may_be_anything() -> None:
 def test_batches_that_have_no_halves_are_told() -> None:
     assert make_tiny_job("dp=8").notices == []
     (notice,) = make_tiny_job("dp=16").notices
-    assert "noise.every=10 measures nothing in steps of 512 tokens: half of a rank's 1 sequences" in notice
+    assert "noise.every=10 measures nothing in steps of 512 tokens: it can't halve a rank's 1 sequences" in notice
     assert make_tiny_job("dp=16", "noise.every=0").notices == []
 
 
