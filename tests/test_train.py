@@ -272,3 +272,13 @@ def test_the_first_five_steps_say_where_memory_goes(tmp_path: Path) -> None:
     assert held["optimizer"]["optimizer"] == 0
     assert held["forward"]["activations"] > 0
     assert (tmp_path / "run/footprint.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measuring_the_noise_scale_takes_the_memory_of_one_more_gradient(tmp_path: Path) -> None:
+    settings = ["train.steps=4", "train.eval_every=0", "train.footprint_steps=4", "train.timeline_step=0"]
+    run_training(tmp_path / "run", *settings, "noise.every=2", "memory.micro_batch=4")
+    memory = [line["memory"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    size = 4 * num_parameters(make_tiny_job().config.model)
+    assert [each["phases"]["backward"]["gradients"] for each in memory[2:]] == [size, 2 * size]
+    peaks = [sum(num_bytes for kind, num_bytes in each.items() if kind != "phases") for each in memory[2:]]
+    assert peaks[1] - peaks[0] <= size + 2 * 512 * 8  # and of the step's tokens and targets, in another order

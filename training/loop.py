@@ -50,7 +50,7 @@ def train(
         set_lr(optimizer, lr)
         torch.manual_seed(_dropout_seed(job.config.seed, tokens, model.dropout_part))
         with footprint.step():
-            own = _own_sequences(job, corpus, tokens, control.schedule, model.data_part, device)
+            own = own_sequences(job, corpus, tokens, control.schedule, model.data_part, device)
             loss, halves = model.step_in_halves(own) if control.due(step) else (model.step(own), None)
             grad_norm = model.clip_grad_norm(job.config.train.clip)
             footprint.note()
@@ -140,7 +140,7 @@ def check_finite(name: str, value: float, step: int) -> None:
         raise RuntimeError(f"the {name} of step {step} is {value}: a lower lr.peak or train.clip may help")
 
 
-def _own_sequences(
+def own_sequences(
     job: Job, corpus: Corpus, tokens: int, batch: BatchSchedule, data_part: tuple[int, int], device: torch.device
 ) -> list[MicroBatch]:
     """This rank's share of the step that begins after `tokens` tokens, in micro-batches."""

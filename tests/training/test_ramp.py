@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from data.corpus import Corpus
 from memory.footprint import Footprint
 from parallelism.launch import run_ranks
 from parallelism.mesh import start_process_group
@@ -21,9 +23,10 @@ from parallelism.stop import Stop
 from tests.cli import ROOT, make_tiny_job
 from training.batch_control import BatchControl
 from training.job import Job
-from training.loop import train
+from training.loop import own_sequences, train
 from training.metrics import StepMetrics
 from training.run import build_model, build_optimizer, prepare_data
+from training.schedule import batch_at
 
 STAGES = [
     {"from_tokens": 0, "tokens": 256, "seq_len": 16},
@@ -125,6 +128,27 @@ def test_stages_begin_at_their_steps_with_the_square_root_of_the_batch(lines_of:
     assert steps[-1]["tokens"] == total
     final = 3e-4 * 3**0.5  # the end of a cosine that is meant for 256 tokens
     assert steps[-1]["lr"] == pytest.approx(final, rel=1e-12)
+
+
+class Positions:
+    """A stream whose tokens are their own places in it."""
+
+    stretch = 1000
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        return np.arange(start, start + length)
+
+
+def test_each_token_is_taken_once_where_sequences_change_their_length() -> None:
+    job = make_tiny_job(*RAMP)
+    corpus = Corpus(Positions(), np.zeros(2, np.int64), None, 64, None)
+    batch, tokens, taken = job.budget.batch, 0, []
+    while tokens < batch.starts[-1]:
+        own = own_sequences(job, corpus, tokens, batch, (0, 1), torch.device("cpu"))
+        taken += torch.cat([inputs for inputs, _ in own]).flatten().tolist()
+        tokens += batch_at(tokens, batch).tokens
+    assert sorted(taken) == list(range(tokens))
+    assert taken != sorted(taken)
 
 
 if __name__ == "__main__":
