@@ -24,10 +24,11 @@ def at_least(section: str, settings: Any, least: float, *names: str) -> None:
 
 
 def at_most(section: str, settings: Any, most: float, *names: str) -> None:
-    """ValueError naming the first of these keys of a section that is above `most`."""
+    """ValueError naming the first of these keys of a section that is above `most`; null passes."""
     for name in names:
-        if getattr(settings, name) > most:
-            raise ValueError(f"{section}.{name}={getattr(settings, name)} must be at most {most}")
+        value = getattr(settings, name)
+        if value is not None and value > most:
+            raise ValueError(f"{section}.{name}={value} must be at most {most}")
 
 
 def number_or_auto(key: str, value: float | str, least: float = 0) -> None:

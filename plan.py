@@ -25,8 +25,8 @@ def main(cfg: DictConfig) -> None:
         cfg.device = "cpu"  # whatever is here: any number of ranks can be looked at
         job = make_job(cfg, planning=True)
         if len(CHOSEN) != 1 or not CHOSEN[0].endswith("=true"):
-            given = " ".join(sys.argv[1:])
-            raise ValueError(f"plan.py shows one view; valid: python plan.py {' or '.join(VIEWS)}=true {given}")
+            commands = [f"python plan.py {view}=true {' '.join(sys.argv[1:])}".strip() for view in VIEWS]
+            raise ValueError(f"plan.py shows one view; valid: {', or '.join(commands)}")
         view = CHOSEN[0].removesuffix("=true")
         if view == "timeline" and job.layout.pp == 1:
             raise ValueError("timeline=true draws pipelines, and pp=1; valid: pp=2 or more")
@@ -39,7 +39,8 @@ def show_schedule(job: Job) -> None:
     """Prints the stages of the run and draws batch and learning rate over its tokens."""
     from training.schedule_picture import draw_schedule
 
-    print(schedule_table(job.budget, job.lr, job.config.batch.max_tokens))
+    most = max(shape.tokens for shape in job.shapes.values())
+    print(schedule_table(job.budget, job.lr, most if job.config.batch.double_to else None))
     draw_schedule(
         job.budget.batch, job.lr, job.budget.total_tokens, [], Path("schedule.png"), "batch and learning rate"
     )

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ BATCHES = [512, 1024, 2048, 4096, 8192, 32768]
 WINDOW = 16384  # tokens over which the loss is averaged, where a step has fewer
 TARGET = 3.1  # nats per token
 RATE = 4e-3  # of a batch of 1,024 tokens; the rates tried follow the square root of the batch, times powers of two
-SEEDS = (0, 1, 2)
+TUNING_SEED, SEEDS = 0, (1, 2, 3)
 PICTURE = Path(__file__).with_suffix(".png")
 
 
@@ -185,20 +185,16 @@ def one_try(attempt: Try, out: Path) -> None:
 
 
 def tuned(batch: int, attempts: Callable[[Sequence[Try]], list[Try]]) -> list[Try]:
-    """The tries with the best learning rate for a batch, one a seed."""
+    """The tries with the best learning rate for a batch, one a seed; none of them has been used to find it."""
     middle = RATE * math.sqrt(batch / 1024)
-    found = dict.fromkeys((-1, 0, 1))
-    results: dict[int, Try] = {}
-    while True:
-        missing = [exponent for exponent in found if exponent not in results]
-        tries = attempts([Try(batch, middle * 2.0**exponent, SEEDS[0]) for exponent in missing])
-        results |= dict(zip(missing, tries))
-        best = min(results, key=lambda exponent: results[exponent].steps)
-        if min(results) < best < max(results):
-            break
-        found[best - 1 if best == min(results) else best + 1] = None  # the best has a worse one on both sides
-    others = attempts([replace(results[best], seed=seed, steps=math.inf, noise=()) for seed in SEEDS[1:]])
-    return [results[best], *others]
+    wanted, results = {-1, 0, 1}, dict[int, Try]()  # by the power of two that the middle is multiplied by
+    while wanted - results.keys():
+        missing = sorted(wanted - results.keys())
+        results |= dict(zip(missing, attempts([Try(batch, middle * 2.0**power, TUNING_SEED) for power in missing])))
+        best = min(results, key=lambda power: results[power].steps)
+        assert results[best].steps < math.inf, f"no rate reaches the target with a batch of {batch}"
+        wanted |= {best - 1, best + 1}  # the best has a worse one on both sides
+    return attempts([Try(batch, results[best].rate, seed) for seed in SEEDS])
 
 
 def fit(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, float]:
@@ -213,14 +209,8 @@ def critical() -> None:
     """Trains, prints the rows of the table and draws the picture."""
     with ThreadPoolExecutor(2) as pool:  # a core each
         results = {batch: tuned(batch, lambda tries: list(pool.map(run, tries))) for batch in BATCHES}
-    pairs = [(batch, each.steps) for batch, tries in results.items() for each in tries]
-    s_min, b_crit = fit(*zip(*pairs))
-    generator = np.random.default_rng(0)
-    draws = [
-        [(b, tries[i].steps) for b, tries in results.items() for i in generator.integers(3, size=3)]
-        for _ in range(1000)
-    ]
-    low, high = np.percentile([fit(*zip(*draw))[1] for draw in draws], [2.5, 97.5])
+    s_min, b_crit = fit(*zip(*((batch, each.steps) for batch, tries in results.items() for each in tries)))
+    each_seed = sorted(fit(list(results), [tries[i].steps for tries in results.values()])[1] for i in range(len(SEEDS)))
     print(
         "| batch, tokens | learning rate | steps | tokens | B_simple at the target |\n| --- | --- | --- | --- | --- |"
     )
@@ -229,12 +219,9 @@ def critical() -> None:
         noise = [each.noise[-1][1] for each in tries if each.noise]
         simple = f"{statistics.fmean(noise):,.0f}" if noise else "not known"
         print(f"| {batch:,} | {tries[0].rate:.1e} | {steps:,.0f} | {batch * steps / 1e6:.2f}M | {simple} |")
-    print(f"B_crit = {b_crit:,.0f} tokens (95% over seeds: {low:,.0f} to {high:,.0f}), S_min = {s_min:,.0f} steps")
-    draw(results, s_min, b_crit, (low, high))
-    (ROOT / "runs").mkdir(exist_ok=True)
-    (ROOT / "runs/noise_scale.json").write_text(
-        json.dumps({b: [asdict(t) for t in tries] for b, tries in results.items()})
-    )
+    alone = ", ".join(f"{each:,.0f}" for each in each_seed)
+    print(f"B_crit = {b_crit:,.0f} tokens (of each seed alone: {alone}), S_min = {s_min:,.0f} steps")
+    draw(results, s_min, b_crit, (each_seed[0], each_seed[-1]))
 
 
 def draw(results: dict[int, list[Try]], s_min: float, b_crit: float, interval: tuple[float, float]) -> None:
@@ -248,15 +235,15 @@ def draw(results: dict[int, list[Try]], s_min: float, b_crit: float, interval: t
         (dots,) = cost.plot(
             [each.steps for each in tries], [batch * each.steps for each in tries], ".", label=f"{batch:,}"
         )
-        for each in tries:
-            noise.plot(*zip(*each.noise), color=dots.get_color(), alpha=0.7) if each.noise else None
+        for each in (each for each in tries if each.noise):
+            noise.plot(*zip(*each.noise), color=dots.get_color(), alpha=0.7)
     batches = np.geomspace(min(results) / 2, max(results) * 2, 200)
     curve = s_min * (1 + b_crit / batches)
     cost.plot(curve, batches * curve, color="black", linewidth=1, label=f"fit: B_crit = {b_crit:,.0f}")
     cost.set(xscale="log", yscale="log", xlabel="steps", ylabel="tokens", title=f"to a loss of {TARGET} nats")
     cost.legend(title="batch, tokens", frameon=False)
     noise.axhspan(*interval, color="black", alpha=0.15)
-    noise.axhline(b_crit, color="black", label="B_crit of the fit, and its 95%")
+    noise.axhline(b_crit, color="black", label="B_crit of the fit; shaded: of the seeds")
     noise.set(xscale="log", yscale="log", xlabel="tokens", ylabel="tokens", title="B_simple in the same runs")
     noise.legend(frameon=False)
     FigureCanvasAgg(figure).print_png(PICTURE)

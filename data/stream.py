@@ -83,27 +83,24 @@ def rank_batch(
     num_parts: int = 1,
     *,
     begin: int = 0,
-    end: int | None = None,
+    place: int = 0,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Part `part` of `num_parts` of a step's sequences: (inputs, targets), each (num_sequences / num_parts, seq_len).
 
     A sequence is a window of the stream; its targets lie one token further. Every part takes its contiguous share of
-    the step's sequences, so the parts in order are the whole whatever their number. Sequences have this length from
-    `begin` tokens on, up to `end` (None: for good): where the length changes, no token is skipped or taken twice.
+    the step's sequences, so the parts in order are the whole whatever their number. Sequences are of this length since
+    `begin` tokens were consumed, and have been read from `place` in the stream on.
     """
     share, rest = divmod(num_sequences, num_parts)
     assert rest == 0, f"{num_sequences} sequences do not divide into {num_parts} parts"
     first = (tokens_consumed - begin) // seq_len + part * share
-    count = None if end is None else (end - begin) // seq_len
-    starts = [
-        begin + window_start(window, seq_len, stream.stretch, seed, count) for window in range(first, first + share)
-    ]
+    starts = [place + window_start(window, seq_len, stream.stretch, seed) for window in range(first, first + share)]
     windows = np.stack([stream.read(start, seq_len + 1) for start in starts])  # (share, seq_len + 1)
     return windows[:, :-1], windows[:, 1:]
 
 
-def window_start(number: int, seq_len: int, stretch: int, seed: int, count: int | None = None) -> int:
-    """Where in the stream the window begins that is trained on as number `number` of all `count`, or of endlessly many.
+def window_start(number: int, seq_len: int, stretch: int, seed: int) -> int:
+    """Where in the stream the window begins that is trained on as number `number` of all.
 
     The stream is a row of windows of seq_len tokens, and those of each stretch come in an order shuffled by the seed,
     each once. Unshuffled, a small batch would hold one long document, and its sequences would be no independent
@@ -111,8 +108,16 @@ def window_start(number: int, seq_len: int, stretch: int, seed: int, count: int 
     """
     per_stretch = max(1, stretch // seq_len)
     index, place = divmod(number, per_stretch)
-    here = per_stretch if count is None else min(per_stretch, count - index * per_stretch)  # the last may be shorter
-    return (index * per_stretch + int(_shuffled(seed, index, here)[place])) * seq_len
+    return (index * per_stretch + int(_shuffled(seed, index, per_stretch)[place])) * seq_len
+
+
+def next_place(place: int, tokens: int, seq_len: int, stretch: int) -> int:
+    """Where to read on when the length of sequences changes, after so many tokens from `place` on: the next stretch.
+
+    What is left of the last one, shuffled in windows of another length, can't be told from what was read.
+    """
+    whole = max(1, stretch // seq_len) * seq_len  # what windows take of a stretch
+    return place + -(-tokens // whole) * whole
 
 
 @lru_cache(maxsize=4)

@@ -7,7 +7,6 @@ memory it turns out to be (parameters, gradients, optimizer), else from when it 
 an activation, what a backward leaves is a gradient on its way, what goes as it came is temporary.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch._C._profiler import (
 )
 from torch.profiler import record_function
 
+from figures import new_figure, save_png
 from memory.copies import HOST, own_part
 
 # Ranges of a step, as record_function names them, that say what is going on when memory is asked for.
@@ -269,11 +269,7 @@ def peaks(moments: Sequence[Moment]) -> dict[str, Any]:
 
 def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) -> None:
     """Draws what the device held over the steps, stacked by kind, and as a line what host memory held."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 5), layout="constrained")
+    figure = new_figure(14, 5)
     axes = figure.add_subplot()
     times: list[float] = []
     moments: list[Moment] = []
@@ -292,4 +288,4 @@ def draw_footprint(steps: Sequence[Sequence[Moment]], path: Path, title: str) ->
     axes.set(title=title, xlabel="seconds in steps", ylabel="MiB", xlim=(0, times[-1]))
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])  # room for the numbers of steps
     figure.legend(loc="outside lower center", ncols=len(kinds) + 1, frameon=False)
-    FigureCanvasAgg(figure).print_png(path)
+    save_png(figure, path)

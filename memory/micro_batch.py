@@ -75,14 +75,21 @@ def split_batch(
 def micro_batches_of_halves(
     num_sequences: int, micro_batch: int, multiple: int | None = None
 ) -> tuple[int, int] | None:
-    """The largest sizes of micro-batches, up to `micro_batch`, that cut the halves of a rank's sequences.
+    """The largest sizes, up to `micro_batch`, that cut the two halves of a rank's sequences into micro-batches.
 
-    With a `multiple` both are one size, of which so many have to make up the whole. None: there are none.
+    With a `multiple`, which the number of all micro-batches then is of, both are one size. None: there are none.
     """
     first, second = -(-num_sequences // 2), num_sequences // 2
-    sizes = range(min(micro_batch, second), 0, -1)
+    if second == 0:
+        return None
     if multiple is None:
-        found = [max((n for n in divisors(half) if n <= micro_batch), default=0) for half in (first, second)]
-        return (found[0], found[1]) if second else None
-    one = next((n for n in sizes if first % n == second % n == 0 and num_sequences // n % multiple == 0), None)
-    return None if one is None else (one, one)
+        return largest_divisor(first, micro_batch), largest_divisor(second, micro_batch)
+    sizes = range(min(micro_batch, second), 0, -1)
+    alike = (n for n in sizes if first % n == second % n == 0 and num_sequences // n % multiple == 0)
+    size = next(alike, None)
+    return None if size is None else (size, size)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest number up to `most` that divides it."""
+    return next(n for n in range(min(most, number), 0, -1) if number % n == 0)

@@ -22,6 +22,7 @@ from parallelism.mesh import Mesh
 from parallelism.norm import scale_gradients, square_grad_norm
 from parallelism.pp import Part, Pipeline
 from parallelism.repeated import add_replicated_gradients, add_tied_gradients
+from parallelism.stages import multiple_of
 from parallelism.timeline import Span
 from parallelism.vocabulary import VocabularyLoss, vocabulary_part
 
@@ -98,13 +99,14 @@ class DistributedModel:
 
     def step_in_halves(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Halves | None]:
         """The same step and norms of its two halves (one gradient more is held); None: there are too few sequences."""
-        cut = halve(micro_batches, self._pipeline.multiple if self._pipeline else None)
+        cut = halve(micro_batches, multiple_of(self._layout, self._parallel) if self._pipeline else None)
         if cut is None:
             return self.step(micro_batches), None
         halves = [[self._own_tokens(*micro_batch) for micro_batch in half] for half in cut]
         tokens = torch.stack([self._count(parts) for parts in halves])
         loss, first = self._backward([*halves[0], *halves[1]], tokens.sum().clamp(min=1), len(halves[0]))
         second, squares = take_gradients(self.parameters()), []
+        assert first.keys() == second.keys()
         for gradients in (first, second):
             give_gradients(gradients)
             self._add_repeated_gradients()
@@ -130,6 +132,7 @@ class DistributedModel:
                 loss, first = self._pipeline.step(parts, num_tokens, half)
             loss = self._from_last_stage(loss)
         if any(isinstance(trained, DistributedDataParallel) for trained in self._trained.values()):
+            # DDP reduces once a step: in its buckets the second half would overwrite the first.
             sum_gradients(first.values(), self._mesh.weights["replicas"].get_group())
         return loss, first
 

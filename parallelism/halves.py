@@ -1,7 +1,7 @@
 """A step in two halves, each with a gradient of its own: what the gradient noise scale is measured from.
 
-Both halves go through all that a layout does to gradients, so their norms are those of whole logical gradients whatever
-the layout, of samples that no two ranks count twice. Where ranks' gradients are reduced once a step, they are so twice.
+Both go through all that a layout does to gradients. So their norms are those of whole gradients, each logical parameter
+once and each sequence in one half, whatever the layout. Where gradients are reduced once a step, they now are twice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memory.copies import own_part
 from memory.micro_batch import micro_batches_of_halves
+from parallelism.repeated import own_gradient
 
 MicroBatch: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets, both (B, T) int64; targets of -100 count nowhere
 Gradients = dict[nn.Parameter, Tensor]
@@ -57,5 +58,5 @@ def give_gradients(gradients: Gradients) -> None:
 
 def add_gradients(gradients: Gradients) -> None:
     """Adds them to those that the parameters have."""
-    own = [own_part(parameter.grad) for parameter in gradients if parameter.grad is not None]
+    own = [own_gradient(parameter) for parameter in gradients]
     torch._foreach_add_(own, [own_part(gradient) for gradient in gradients.values()])

@@ -48,8 +48,8 @@ def parallelize(
     # DDP can't hold tp's parameters, which are DTensors, and doesn't see a backward in two halves. There, plain data
     # parallel is FSDP with a shard of one: DDP's traffic, but parameters are copied before use, and gradients before
     # they are reduced.
-    halves = layout.pp > 1 and SCHEDULES[parallel.pp_schedule].halves
-    sharded = layout.dp_shard > 1 or (replicas > 1 and (layout.tp > 1 or halves))
+    split = layout.pp > 1 and SCHEDULES[parallel.pp_schedule].splits_backward
+    sharded = layout.dp_shard > 1 or (replicas > 1 and (layout.tp > 1 or split))
     # A pipeline keeps gathered parameters (torch's runtime those of three stages at a time): it would need them anew
     # for each micro-batch.
     reshard = parallel.reshard and layout.pp == 1

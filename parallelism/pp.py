@@ -57,10 +57,9 @@ class TimedStage(PipelineStage):
     def __init__(self, clock: Clock, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.clock = clock
-        self.half: int | None = (
-            None  # how many those are; every schedule's backwards come in the order of micro-batches
-        )
-        self.first = Gradients()  # theirs
+        # How many those are. In two runs, of half the micro-batches each, the pipeline would fill and drain once more.
+        self.half: int | None = None  # all schedules have backwards in the order of micro-batches
+        self.first = Gradients()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """What torch 2.11 connects ranks by; where a pipeline turns back it would have a rank send to itself."""
@@ -156,11 +155,6 @@ class Pipeline:
         """Whether this rank has the logits and the loss."""
         return self.num_stages - 1 in self.stages
 
-    @property
-    def multiple(self) -> int:
-        """What has to divide the number of micro-batches."""
-        return self.schedule.multiple(self.group.size(), len(self.stages))
-
     def step(self, parts: Sequence[Part], num_tokens: Tensor, half: int | None = None) -> tuple[Tensor, Gradients]:
         """Forward and backward of all micro-batches; the loss over num_tokens where the last stage is, else 0.
 
@@ -173,7 +167,7 @@ class Pipeline:
             self._runtime, self._shape = None, shape  # its buffers go before the new ones come
             self._runtime = self._make_runtime(len(parts), parts[0][0])
         for stage in self._timed:
-            stage.half, stage.first = half, Gradients()
+            stage.half = half
         losses: list[Tensor] = []
         tokens = (inputs,) if 0 in self.stages else ()
         target = targets if self.has_last else None
@@ -182,7 +176,10 @@ class Pipeline:
             *tokens, positions=self._positions(parts[0]), target=target, losses=losses, return_outputs=False
         )
         loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
-        return loss, Gradients(pair for stage in self._timed for pair in stage.first.items())
+        first = Gradients(pair for stage in self._timed for pair in stage.first.items())
+        for stage in self._timed:
+            stage.half, stage.first = None, Gradients()  # or they would be held to the next step
+        return loss, first
 
     def forward(self, parts: Sequence[Part], with_targets: bool) -> list[Tensor]:
         """Micro-batches, without gradients: each one's summed loss, or logits, where the last stage is, else none.

@@ -75,7 +75,7 @@ class Schedule:
     least_stages: int = 1  # of a rank
     most_stages: int | None = 1  # None: any number
     v_shaped: bool = False  # the stages go there and back over the ranks, not round them
-    halves: bool = False  # a backward comes in two halves
+    splits_backward: bool = False  # a backward comes in two halves
     rounds: bool = False  # several stages a rank need a number of micro-batches that p divides
 
     def allows(self, v: int) -> bool:
@@ -98,8 +98,8 @@ SCHEDULES = {
     "1f1b": Schedule(interleaved_1f1b),
     "interleaved_1f1b": Schedule(interleaved_1f1b, most_stages=None, rounds=True),
     "looped_bfs": Schedule(looped_bfs, most_stages=None),
-    "interleaved_zb": Schedule(interleaved_zb, most_stages=None, halves=True),
-    "zb_h1": Schedule(zb_h1, halves=True),
-    "zbv": Schedule(zbv, 2, 2, v_shaped=True, halves=True),
-    "dualpipev": Schedule(dualpipev, 2, 2, v_shaped=True, halves=True),
+    "interleaved_zb": Schedule(interleaved_zb, most_stages=None, splits_backward=True),
+    "zb_h1": Schedule(zb_h1, splits_backward=True),
+    "zbv": Schedule(zbv, 2, 2, v_shaped=True, splits_backward=True),
+    "dualpipev": Schedule(dualpipev, 2, 2, v_shaped=True, splits_backward=True),
 }

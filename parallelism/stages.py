@@ -91,13 +91,13 @@ def check_micro_batches(
     )
 
 
-def check_halves(layout: Layout, parallel: ParallelConfig, *, compile: bool, ckpt: str) -> None:
+def check_split_backward(layout: Layout, parallel: ParallelConfig, *, compile: bool, ckpt: str) -> None:
     """ValueError where a schedule that halves backwards meets what needs them whole.
 
     Torch does not take a compiled backward apart. Of one that recomputes, the half of the inputs and each piece of the
     half of the weights would recompute all: about ten forwards.
     """
-    if layout.pp == 1 or not SCHEDULES[parallel.pp_schedule].halves:
+    if layout.pp == 1 or not SCHEDULES[parallel.pp_schedule].splits_backward:
         return
     if compile:
         setting, without = "compile=true", "compile=false"

@@ -1,11 +1,11 @@
 """What each rank of a pipeline does when: from a schedule on paper, or measured; and its picture. Imports no torch."""
 
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from figures import new_figure, save_png
 from parallelism.schedules import SCHEDULES
 from parallelism.slots import Orders, Slot, simulate
 
@@ -51,20 +51,17 @@ def theoretical_bubble(schedule: str, p: int, m: int, v: int) -> float:
     """
     if schedule == "naive":
         return 1 - 1 / p
-    parts = 3 if SCHEDULES[schedule].halves else 1
+    parts = 3 if SCHEDULES[schedule].splits_backward else 1
     return (p - 1) / (parts * v * m + p - 1)
 
 
 def draw(spans: Sequence[Span], path: Path, title: str, unit: str = "seconds") -> None:
     """Draws one row a rank, one colour a kind, the micro-batch's number in each slot; stages of a rank in shades."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display, no global state
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     num_ranks = max(span.rank for span in spans) + 1
     begin, end = min(span.start for span in spans), max(span.end for span in spans)
-    figure = Figure(figsize=(14, 1.2 + 0.4 * num_ranks), layout="constrained")
+    figure = new_figure(14, 1.2 + 0.4 * num_ranks)
     axes = figure.add_subplot(xlim=(0, end - begin), ylim=(num_ranks - 0.5, -0.5), yticks=range(num_ranks))
     axes.set(title=title, xlabel=unit, ylabel="pipeline rank")
     alike: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
@@ -84,4 +81,4 @@ def draw(spans: Sequence[Span], path: Path, title: str, unit: str = "seconds") -
     several = "; paler: a later stage of the rank" if max(span.slot.stage for span in spans) >= num_ranks else ""
     explained = f"numbers: micro-batches{several}"
     figure.legend(handles=handles, title=explained, loc="outside lower center", ncols=len(handles), frameon=False)
-    FigureCanvasAgg(figure).print_png(path)
+    save_png(figure, path)

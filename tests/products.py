@@ -10,7 +10,7 @@ from checks import divisors
 from memory.config import CKPT, OFFLOAD, check_offload
 from parallelism.layout import CP_METHODS, Layout, check_model, check_seq_len
 from parallelism.schedules import SCHEDULES
-from parallelism.stages import check_halves, check_micro_batches
+from parallelism.stages import check_micro_batches, check_split_backward
 from tests.cases import MODELS, SEQ_LEN, SEQUENCES, Case
 
 NUM_PRODUCTS = 20
@@ -41,7 +41,7 @@ def products(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
     try:
         parallel, _ = case.settings()
         check_micro_batches(layout, parallel, per_rank=per_rank, micro_batch=case.micro_batch)
-        check_halves(layout, parallel, compile=False, ckpt=options["ckpt"])
+        check_split_backward(layout, parallel, compile=False, ckpt=options["ckpt"])
         check_offload(options["offload"], dp_shard)
         config = MODELS[model]
         sizes = {"heads": config.heads, "hidden_dim": config.hidden_dim, "vocab_size": config.vocab_size}

@@ -45,5 +45,6 @@ def test_the_timeline_of_a_pipeline(tmp_path: Path) -> None:
 def test_one_view_is_shown(tmp_path: Path) -> None:
     for views in ([], ["schedule=true", "timeline=true"], ["schedule=false"]):
         errors = plan(tmp_path, *views, code=2).stderr
-        assert "error: plan.py shows one view; valid: python plan.py schedule or timeline=true" in errors
+        valid = "valid: python plan.py schedule=true, or python plan.py timeline=true"
+        assert f"error: plan.py shows one view; {valid}" in errors
     assert "error: timeline=true draws pipelines, and pp=1" in plan(tmp_path, "timeline=true", code=2).stderr

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
-from math import sqrt
+from math import ceil, floor, sqrt
 from typing import Any
 
-from training.config import Config, StageConfig
-from training.schedule import BatchSchedule, LearningRate, Stage, make_schedule, steps_at, tokens_at
+from training.config import Config
+from training.schedule import BatchSchedule, LearningRate, Stage, make_schedule, reached, steps_at, tokens_at
 
 
 def scale_down(config: Config, unit: Callable[[int], int]) -> tuple[Config, list[str]]:
     """The configuration that batch.scale makes of one, itself with a scale of 1; and what was rounded, in words.
 
     Thresholds, train.tokens and lengths of the learning rate are multiplied by it, tokens per step by its square root,
-    to the nearest multiple of `unit(seq_len)`, which the layout can run.
+    to the nearest multiple of `unit(seq_len)`, which the layout can run. train.steps and lr.batch_ref stay as they are.
     """
     batch, lr, scale = config.batch, config.lr, config.batch.scale
     if scale == 1:
@@ -22,7 +23,8 @@ def scale_down(config: Config, unit: Callable[[int], int]) -> tuple[Config, list
     notices = []
 
     def length(tokens: int | str) -> int | str:
-        return tokens if isinstance(tokens, str) else max(1, round(tokens * scale))
+        # Rounded down, what fitted into the run still does; as a fraction, since 1e-7 is no binary number.
+        return tokens if isinstance(tokens, str) else floor(tokens * Fraction(str(scale)))
 
     def per_step(tokens: int, seq_len: int) -> int:
         wanted, step = tokens * sqrt(scale), unit(seq_len)
@@ -37,15 +39,22 @@ def scale_down(config: Config, unit: Callable[[int], int]) -> tuple[Config, list
             replace(stage, from_tokens=round(stage.from_tokens * scale), tokens=per_step(stage.tokens, stage.seq_len))
             for stage in batch.stages
         ]
-        batch = replace(batch, stages=rising(stages))
+        for before, stage in pairwise(stages):  # where scaling has made thresholds the same
+            stage.from_tokens = max(stage.from_tokens, before.from_tokens + 1)
+        batch = replace(batch, stages=stages)
     else:
         assert batch.tokens is not None
         assert batch.seq_len is not None
         tokens = per_step(batch.tokens, batch.seq_len)
-        most = None if batch.max_tokens is None else max(tokens, round(batch.max_tokens * sqrt(scale)))
-        batch = replace(batch, tokens=tokens, max_tokens=most)
+        most = None if batch.double_to is None else tokens * batch.double_to // batch.tokens  # as many doublings
+        batch = replace(batch, tokens=tokens, double_to=most)
     budget = None if config.train.tokens is None else max(1, round(config.train.tokens * scale))
-    lengths: dict[str, Any] = {key: length(getattr(lr, key)) for key in ("warmup_tokens", "decay_tokens", "end_tokens")}
+    if budget is None:
+        notices.append(f"batch.scale={scale:g} leaves train.steps={config.train.steps} as it is")
+    else:
+        notices.append(f"batch.scale={scale:g}: train.tokens={config.train.tokens:,} become {budget:,}")
+    lengths: dict[str, Any] = {key: length(getattr(lr, key)) for key in ("warmup_tokens", "decay_tokens")}
+    lengths["end_tokens"] = lr.end_tokens if isinstance(lr.end_tokens, str) else max(1, ceil(lr.end_tokens * scale))
     return (
         replace(
             config,
@@ -57,24 +66,18 @@ def scale_down(config: Config, unit: Callable[[int], int]) -> tuple[Config, list
     )
 
 
-def rising(stages: list[StageConfig]) -> list[StageConfig]:
-    """The stages with thresholds that rise, where scaling has made some the same: each keeps at least one step."""
-    for before, stage in pairwise(stages):
-        stage.from_tokens = max(stage.from_tokens, before.from_tokens + 1)
-    return stages
-
-
 @dataclass(frozen=True)
 class Budget:
     """The steps of a run: their stages, and its end."""
 
     batch: BatchSchedule
     total_tokens: int  # consumed by the last step; if the noise scale drives the batch, when to stop
-    steps: int | None  # None: it does
+    num_steps: int | None  # None: it does
 
-    def reachable(self) -> list[Stage]:
-        """The stages that have a step before the end."""
-        return [stage for start, stage in zip(self.batch.starts, self.batch.stages) if start < self.total_tokens]
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those that the run reaches."""
+        return reached(self.total_tokens, self.batch)
 
 
 def make_budget(config: Config) -> Budget:
@@ -86,10 +89,10 @@ def make_budget(config: Config) -> Budget:
         assert keys.seq_len is not None
         stages = [Stage(0, keys.tokens, keys.seq_len)]
     batch = make_schedule(stages)
-    if keys.max_tokens is not None:
+    if keys.double_to is not None:
         if train.tokens is None or config.lr.unit == "steps" or config.noise.every == 0:
             raise ValueError(
-                f"batch.max_tokens={keys.max_tokens} has the noise scale drive the batch, so that steps are not known "
+                f"batch.double_to={keys.double_to} has the noise scale drive the batch, so that steps are not known "
                 f"before: train.steps={train.steps}, lr.unit={config.lr.unit}, noise.every={config.noise.every}; "
                 "valid: train.tokens=N train.steps=null lr.unit=tokens noise.every=10"
             )
@@ -98,10 +101,10 @@ def make_budget(config: Config) -> Budget:
     return Budget(batch, tokens_at(steps, batch), steps)
 
 
-def doublings(tokens: int, max_tokens: int) -> list[int]:
-    """The sizes that a batch can come to by doubling: [2 tokens, 4 tokens, ...], none above max_tokens."""
+def doublings(tokens: int, double_to: int) -> list[int]:
+    """The sizes that a batch can come to by doubling: [2 tokens, 4 tokens, ...], none above double_to."""
     sizes = []
-    while 2 * tokens <= max_tokens:
+    while 2 * tokens <= double_to:
         tokens *= 2
         sizes.append(tokens)
     return sizes
@@ -117,7 +120,8 @@ def resolve_lr(config: Config, budget: Budget) -> tuple[LearningRate, dict[str, 
     if warmup + (decay if lr.shape == "wsd" else 0) > end:
         decays = f" and lr.decay_tokens={decay}" if lr.shape == "wsd" else ""
         of = f"{end} tokens of the run" if isinstance(lr.end_tokens, str) else f"lr.end_tokens={end}"
-        raise ValueError(f"lr.warmup_tokens={warmup}{decays} are more than the {of}")
+        valid = "lr.warmup_tokens=auto" + (" lr.decay_tokens=auto" if decays else "")
+        raise ValueError(f"lr.warmup_tokens={warmup}{decays} are more than the {of}; valid: fewer, or {valid}")
     shape = LearningRate(lr.shape, lr.peak, lr.final, warmup, decay, end, lr.unit, lr.batch_scaling, ref)
     if lr.unit == "steps":
         last, before = (steps_at(tokens, budget.batch) for tokens in (end, max(end - decay, 0)))

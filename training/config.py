@@ -20,6 +20,10 @@ from training.schedule import SCALINGS, SHAPES, UNITS
 OmegaConf.register_new_resolver("unless", lambda other, default: default if other is None else None, replace=True)
 
 
+MOST_TOKENS = 2**40  # of a step: 60,000 times Llama 3's
+MOST_SCALE = 1000.0
+
+
 @dataclass
 class StageConfig:
     """One row of batch.stages."""
@@ -28,10 +32,6 @@ class StageConfig:
     tokens: int
     seq_len: int
     lr_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        at_least("batch.stages", self, 0, "from_tokens", "lr_factor")
-        at_least("batch.stages", self, 1, "tokens", "seq_len")
 
 
 @dataclass
@@ -42,30 +42,35 @@ class BatchConfig:
     seq_len: int | None
     stages: list[StageConfig]
     scale: float
-    max_tokens: int | None
-    fraction: float
-    patience: int
+    double_to: int | None
+    double_below: float
+    double_after: int
 
     def __post_init__(self) -> None:
-        at_least("batch", self, 1, "tokens", "seq_len", "max_tokens", "patience")
-        if not 0 < self.scale < inf:
-            raise ValueError(f"batch.scale={self.scale} must be above 0, and finite")
-        if not 0 < self.fraction < inf:
-            raise ValueError(f"batch.fraction={self.fraction} must be above 0, and finite")
+        at_least("batch", self, 1, "tokens", "seq_len", "double_to", "double_after")
+        at_most("batch", self, MOST_TOKENS, "tokens", "seq_len", "double_to")
+        if not 0 < self.scale <= MOST_SCALE:
+            raise ValueError(f"batch.scale={self.scale} must be above 0, and at most {MOST_SCALE}; 1e-3 shrinks a run")
+        if not 0 < self.double_below < inf:
+            raise ValueError(f"batch.double_below={self.double_below} must be above 0, and finite")
         sizes = f"batch.tokens={self.tokens} batch.seq_len={self.seq_len}"
         if not self.stages and (self.tokens is None or self.seq_len is None):
             raise ValueError(f"{sizes}, and batch.stages is empty; valid: both numbers, or batch=ramp")
         if self.stages and not (self.tokens is None and self.seq_len is None):
             raise ValueError(
-                f"{sizes} beside {len(self.stages)} batch.stages, which have their own; valid: batch=constant with "
-                "those, or batch=ramp batch.stages=[...] without"
+                f"{sizes} beside {len(self.stages)} batch.stages, which have their own; valid: batch=constant "
+                "batch.stages=[] with those, or batch=ramp batch.stages=[...] without"
             )
+        for number, stage in enumerate(self.stages):
+            at_least(f"batch.stages.{number}", stage, 0, "from_tokens", "lr_factor")
+            at_least(f"batch.stages.{number}", stage, 1, "tokens", "seq_len")
+            at_most(f"batch.stages.{number}", stage, MOST_TOKENS, "tokens", "seq_len")
         thresholds = [stage.from_tokens for stage in self.stages]
         if thresholds and (thresholds[0] != 0 or any(a >= b for a, b in pairwise(thresholds))):
             raise ValueError(f"from_tokens of batch.stages are {thresholds}; valid: 0 first, each above the one before")
-        if self.max_tokens is not None and (self.stages or self.max_tokens < (self.tokens or 0)):
+        if self.double_to is not None and (self.stages or self.double_to < (self.tokens or 0)):
             raise ValueError(
-                f"batch.max_tokens={self.max_tokens} is how far batch=noise_scale doubles batch.tokens={self.tokens}; "
+                f"batch.double_to={self.double_to} is how far batch=noise_scale doubles batch.tokens={self.tokens}; "
                 "valid: at least batch.tokens, and no batch.stages"
             )
 
@@ -170,7 +175,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):
             both = f"train.steps={self.steps} and train.tokens={self.tokens}"
-            raise ValueError(f"{both}: exactly one of them says when to stop; valid: train.steps=200 train.tokens=null")
+            raise ValueError(f"{both}: exactly one of them says when to stop; valid: null for the other")
         at_least("train", self, 1, "steps", "tokens", "eval_tokens")
         at_least("train", self, 0, "eval_every", "sample_tokens", "timeline_step", "footprint_steps")
         if not self.clip > 0:

@@ -26,7 +26,7 @@ class Terminal:
         self._console = Console(soft_wrap=True, highlight=False, emoji=False)
         self._printed = time.monotonic()
         self._step = self._tokens = 0
-        self._of_steps = f"/{job.budget.steps}" if job.budget.steps else ""
+        self._num_steps = job.budget.num_steps
         self._banner(corpus.num_train_tokens)
         columns = [
             BarColumn(),
@@ -52,7 +52,8 @@ class Terminal:
 
     def _record_step(self, metrics: dict[str, Any]) -> None:
         self._step, self._tokens = metrics["step"], metrics["tokens"]
-        words = f"step {self._step}{self._of_steps}: loss {metrics['loss']:.4f}, "
+        of = f"/{self._num_steps}" if self._num_steps else ""
+        words = f"step {self._step}{of}: loss {metrics['loss']:.4f}, "
         words += f"{metrics['tokens_per_second']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
             words += f", MFU {metrics['mfu']:.1%}"
@@ -77,12 +78,13 @@ class Terminal:
         """Says where the results are, and how far the run came if not to its end."""
         self._progress.stop()
         if self._tokens < self._job.budget.total_tokens:
-            self._console.print(f"stopped after step {self._step}{self._of_steps.replace('/', ' of ')}")
+            of = f" of {self._num_steps}" if self._num_steps else ""
+            self._console.print(f"stopped after step {self._step}{of}")
         self._console.print(f"results in {self._folder}", markup=False)
 
     def _banner(self, num_train_tokens: int | None) -> None:
         job, model = self._job, self._job.config.model
-        steps, total = job.budget.steps, job.budget.total_tokens
+        steps, total = job.budget.num_steps, job.budget.total_tokens
         seq_len = max(shape.seq_len for shape in job.shapes.values())
         flops = flops_per_token(model, seq_len)
         epochs = f", {total / num_train_tokens:.2f} epochs of {num_train_tokens:,}" if num_train_tokens else ""
@@ -105,18 +107,17 @@ class Terminal:
 
 
 def batch_rows(job: Job) -> dict[str, str]:
-    """How each stage cuts its steps, and where it starts."""
-    budget, most = job.budget, job.config.batch.max_tokens
-    rows = [str(job.shape_of(stage)) for stage in budget.reachable()]
-    if most:
-        rows.append(f"doubles up to {most:,} tokens while it is below {job.config.batch.fraction:g} of the noise scale")
-        return {"batch": rows[0], "": rows[1]}
+    """How each stage cuts its steps, and where it starts; or how far the noise scale may drive the first."""
+    keys, budget = job.config.batch, job.budget
+    rows = [str(job.shape_of(stage)) for stage in budget.stages]
+    if keys.double_to:
+        most = max(shape.tokens for shape in job.shapes.values())
+        grows = f"doubles, up to {most:,} tokens, while it is below {keys.double_below:g} of the noise scale"
+        return {"batch": rows[0], "growth": grows}
     if len(rows) == 1:
         return {"batch": rows[0]}
-    return {
-        f"batch {n}": f"{row}, from {start:,} tokens on"
-        for n, (row, start) in enumerate(zip(rows, budget.batch.starts))
-    }
+    starts = enumerate(zip(rows, budget.batch.starts))
+    return {f"batch {number}": f"{row}, from {start:,} tokens on" for number, (row, start) in starts}
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

@@ -73,7 +73,8 @@ def explain(error: BaseException) -> str:
         return explain(cause)
     key = str(getattr(error, "full_key", None) or "")
     if getattr(error, "object_type", None) is StageConfig and "." not in key:  # omegaconf forgets where the list is
-        key = f"batch.stages[].{key}"
+        key = f"batch.stages.N.{key}"
+    key = re.sub(r"stages\[(\d+)\]", r"stages.\1", key)  # as the command line takes it
     if isinstance(error, InterpolationResolutionError) or key.startswith("hydra"):
         return f"{key}: {str(error).splitlines()[0]}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
@@ -112,7 +113,7 @@ def _config_keys(schema: type, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, kind in get_type_hints(schema).items():
         keys.append(prefix + name)
-        inner, dots = (get_args(kind)[0], "[].") if get_origin(kind) is list else (kind, ".")
+        inner, dots = (get_args(kind)[0], ".N.") if get_origin(kind) is list else (kind, ".")
         if is_dataclass(inner):
             keys += _config_keys(inner, f"{prefix}{name}{dots}")  # type: ignore[arg-type]
     return keys
@@ -127,12 +128,12 @@ def _no_such_choice(file: str) -> str:
 def _type_words(key: str) -> str:
     """What the key takes, read off the dataclass that declares it."""
     kind: Any = Config
-    for part in key.split("."):
-        kind = get_type_hints(kind)[part.partition("[")[0]]
+    for part in re.sub(r"\[\d+\]|\.(N|\d+)\b", "", key).split("."):
+        kind = get_type_hints(kind)[part]
         if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
             kind = get_args(kind)[0]  # a row of the list
     if kind is StageConfig:
-        return "a list of {from_tokens: 0, tokens: 2048, seq_len: 128}"
+        return "a list of {from_tokens: 0, tokens: 2048, seq_len: 128}, quoted: 'batch.stages=[{...},{...}]'"
     if is_dataclass(kind):
         choice = f"{key}=NAME, or " if key in groups() else ""
         return f"{choice}one of its keys, such as {key}.{fields(kind)[0].name}=VALUE"

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from parallelism.layout import (
 )
 from parallelism.ranks import available_bytes, joined, num_gpus
 from parallelism.schedules import SCHEDULES
-from parallelism.stages import check_halves, check_micro_batches, multiple_of, resolve_stages
+from parallelism.stages import check_micro_batches, check_split_backward, multiple_of, resolve_stages
 from training.batch import Budget, doublings, make_budget, resolve_lr, scale_down
 from training.config import Config
 from training.schedule import LearningRate, Stage
@@ -76,6 +77,52 @@ def typed(cfg: DictConfig) -> Config:
 
 def settle(config: Config, planning: bool = False) -> Job:
     """Layout, device, precision and batch arithmetic of a typed configuration. ValueError: they can't be."""
+    device, layout = resolve_ranks(config, planning)
+    model, memory = config.model, config.memory
+    check_model(
+        layout,
+        config.parallel,
+        heads=model.heads,
+        hidden_dim=model.hidden_dim,
+        vocab_size=model.vocab_size,
+        dropout=model.dropout,
+    )
+    parallel = resolve_stages(config.parallel, layout, layers=model.layers, head_layers=head_layers(model))
+    check_split_backward(layout, parallel, compile=config.compile, ckpt=memory.ckpt)
+    check_offload(memory.offload, layout.dp_shard)
+    ring = layout.cp > 1 and parallel.cp_method == "ring"
+    check_selective(memory.ckpt, compile=config.compile, ring=ring)
+    precision = resolve_precision(config.precision, device, model.dim)
+    if device == "cuda":
+        check_cuda_pieces(layout, parallel, precision=precision, head_dim=model.head_dim)
+
+    config, rounded = scale_down(config, partial(runnable_step, layout, parallel, memory.micro_batch))
+    budget = make_budget(config)
+    shapes = cut_stages(config, layout, parallel, budget)
+    lr, lr_keys = resolve_lr(config, budget)
+    sizes = {shape.micro_batch for shape in shapes.values()}
+    settled = replace(
+        config,
+        dp=layout.dp,
+        dp_shard=layout.dp_shard,
+        device=device,
+        precision=precision,
+        parallel=parallel,
+        memory=replace(memory, micro_batch=sizes.pop() if len(sizes) == 1 else memory.micro_batch),
+        lr=replace(config.lr, **lr_keys),
+    )
+    missed = unmeasured(config, layout, parallel, shapes)
+    if config.batch.double_to and missed:
+        raise ValueError(
+            f"batch.double_to={config.batch.double_to} needs the noise scale, and {missed[0]}; valid: batch.tokens=N "
+            "with two sequences a rank or more, or batch=constant"
+        )
+    notices = [*rounded, *idle_keys(config, layout, device), *missed]
+    return Job(settled, layout, device, precision, budget, shapes, lr, notices)
+
+
+def resolve_ranks(config: Config, planning: bool) -> tuple[str, Layout]:
+    """The device and the layout. ValueError: this machine, or those who started the ranks, don't have them."""
     ranks = joined()
     gpus = num_gpus() if config.device != "cpu" else 0
     device = config.device if config.device != "auto" else ("cuda" if gpus else "cpu")
@@ -101,48 +148,17 @@ def settle(config: Config, planning: bool = False) -> Job:
         check_gpus(layout, gpus, gpus if isinstance(per_node, str) else per_node)
     if config.compile and device == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
         raise ValueError("compile=true on a CPU needs a C++ compiler (g++, or what CXX names); valid: compile=false")
-    check_model(
-        layout,
-        config.parallel,
-        heads=config.model.heads,
-        hidden_dim=config.model.hidden_dim,
-        vocab_size=config.model.vocab_size,
-        dropout=config.model.dropout,
-    )
-    parallel = resolve_stages(
-        config.parallel, layout, layers=config.model.layers, head_layers=head_layers(config.model)
-    )
-    config, notices = scale_down(
-        config, lambda seq_len: runnable_step(seq_len, layout, parallel, config.memory.micro_batch)
-    )
-    budget = make_budget(config)
-    shapes = cut_stages(config, layout, parallel, budget)
-    check_halves(layout, parallel, compile=config.compile, ckpt=config.memory.ckpt)
-    check_offload(config.memory.offload, layout.dp_shard)
-    ring = layout.cp > 1 and parallel.cp_method == "ring"
-    check_selective(config.memory.ckpt, compile=config.compile, ring=ring)
-    precision = resolve_precision(config.precision, device, config.model.dim)
-    if device == "cuda":
-        check_cuda_pieces(layout, parallel, precision=precision, head_dim=config.model.head_dim)
-    lr, lr_keys = resolve_lr(config, budget)
-    sizes = {shape.micro_batch for shape in shapes.values()}
-    settled = replace(
-        config,
-        dp=layout.dp,
-        dp_shard=layout.dp_shard,
-        device=device,
-        precision=precision,
-        parallel=parallel,
-        memory=replace(config.memory, micro_batch=sizes.pop() if len(sizes) == 1 else config.memory.micro_batch),
-        lr=replace(config.lr, **lr_keys),
-    )
-    notices += idle_settings(layout, config.parallel, config.dp_shard)
-    notices += unmeasured(config, layout, parallel, shapes)
+    return device, layout
+
+
+def idle_keys(config: Config, layout: Layout, device: str) -> list[str]:
+    """Settings that do nothing, in words."""
+    words = idle_settings(layout, config.parallel, config.dp_shard)
     if {"optimizer", "params"} <= set(config.memory.offload):
-        notices.append("memory.offload: params are updated where they lie, so optimizer adds nothing")
+        words.append("memory.offload: params are updated where they lie, so optimizer adds nothing")
     if config.train.memory_profile and device == "cpu":
-        notices.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
-    return Job(settled, layout, device, precision, budget, shapes, lr, notices)
+        words.append("train.memory_profile=true does nothing on a CPU; footprint.png is drawn there too")
+    return words
 
 
 def unmeasured(
@@ -153,22 +169,23 @@ def unmeasured(
     for shape in shapes.values():
         own = shape.num_sequences // layout.dp
         if config.noise.every and micro_batches_of_halves(own, shape.micro_batch, multiple) is None:
-            into = f" into a multiple of {multiple} micro-batches" if multiple else ""
+            into = f" in a multiple of {multiple} micro-batches" if multiple and multiple > 1 else ""
             words.append(
-                f"noise.every={config.noise.every} measures nothing in steps of {shape.tokens:,} tokens: it can't "
-                f"halve a rank's {own} sequences{into}"
+                f"noise.every={config.noise.every} measures nothing in steps of {shape.tokens:,} tokens: of a rank's "
+                f"sequences, {own}, there are no halves{into}"
             )
     return words
 
 
-def rounds_of(layout: Layout, parallel: ParallelConfig) -> int:
-    """What a pipeline likes its number of micro-batches to be a multiple of."""
+def filling_multiple(layout: Layout, parallel: ParallelConfig) -> int:
+    """A number of micro-batches that fills a pipeline; multiples of it do so best."""
     return layout.pp * (2 if layout.pp > 1 and SCHEDULES[parallel.pp_schedule].v_shaped else 1)
 
 
-def runnable_step(seq_len: int, layout: Layout, parallel: ParallelConfig, micro_batch: int | str) -> int:
-    """Tokens of which a step can be any multiple."""
-    return seq_len * layout.dp * rounds_of(layout, parallel) * (1 if isinstance(micro_batch, str) else micro_batch)
+def runnable_step(layout: Layout, parallel: ParallelConfig, micro_batch: int | str, seq_len: int) -> int:
+    """Tokens of which a step can be any multiple, and a pipeline is filled."""
+    sequences = layout.dp * filling_multiple(layout, parallel) * (1 if isinstance(micro_batch, str) else micro_batch)
+    return sequences * seq_len
 
 
 def cut_stages(
@@ -176,7 +193,7 @@ def cut_stages(
 ) -> dict[tuple[int, int], BatchShape]:
     """How each stage that the run reaches cuts its steps, by their tokens and seq_len. ValueError: one can't run."""
     shapes = {}
-    for number, stage in enumerate(budget.reachable()):
+    for number, stage in enumerate(budget.stages):
         section = f"batch.stages.{number}" if config.batch.stages else "batch"
         context = config.model.context
         if stage.seq_len > context:
@@ -185,14 +202,14 @@ def cut_stages(
                 f"valid: {section}.seq_len <= {context}"
             )
         check_seq_len(layout, parallel, stage.seq_len, section)
-        for tokens in (stage.tokens, *doublings(stage.tokens, config.batch.max_tokens or 0)):
+        for tokens in (stage.tokens, *doublings(stage.tokens, config.batch.double_to or 0)):
             shape = split_batch(
                 tokens=tokens,
                 seq_len=stage.seq_len,
                 micro_batch=config.memory.micro_batch,
                 num_parts=layout.dp,
                 shard=layout.dp_shard,
-                rounds=rounds_of(layout, parallel),
+                rounds=filling_multiple(layout, parallel),
                 section=section,
             )
             per_rank, of = shape.num_sequences // layout.dp, f" of {section}.tokens={tokens}"

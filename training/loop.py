@@ -4,12 +4,13 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch.profiler import record_function
 
 from data.corpus import Corpus
-from data.stream import rank_batch
+from data.stream import next_place, rank_batch
 from memory.footprint import OPTIMIZER, Footprint, draw_footprint
 from parallelism.distributed_model import DistributedModel, MicroBatch
 from parallelism.schedules import SCHEDULES
@@ -20,7 +21,7 @@ from training.evaluate import evaluate, micro_batches
 from training.job import Job
 from training.metrics import Sink, StepMetrics
 from training.optimizer import Optimizer, set_lr
-from training.schedule import BatchSchedule, batch_at, lr_at, same_length_at
+from training.schedule import BatchSchedule, batch_at, lengths_at, lr_at, reached
 from training.schedule_picture import draw_schedule, draw_speed
 
 
@@ -58,8 +59,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
         tokens += shape.tokens
-        if halves:
-            control.add(halves, float(grad_norm), tokens)
+        decision = control.measure(model, halves, float(grad_norm), tokens) if halves else None
 
         line = metrics.line(
             step=step,
@@ -69,18 +69,17 @@ def train(
             grad_norm=float(grad_norm),
             lr=lr,
             seconds=time.perf_counter() - began,
-            noise_scale=control.noise.tokens,
+            noise_scale=control.noise.scale,
             memory=footprint.measured(),  # after the clock has stopped
         )
         for sink in sinks:
             sink.record(line)
         check_finite("loss", line["loss"], step)
-        decision = control.decide(model, tokens) if halves else None
         if decision:
             for sink in sinks:
                 sink.record({"step": step, "tokens": tokens, **decision})
         if step == job.config.train.timeline_step:
-            show_timeline(job, shape.num_micro_batches, model.timeline(), sinks)
+            show_timeline(job, model.timeline(), sinks)
         if step == job.config.train.footprint_steps:
             show_footprint(job, footprint, sinks)
         (signal_number,) = model.largest(stop())
@@ -93,10 +92,10 @@ def train(
     return signal_number
 
 
-def show_timeline(job: Job, num_micro_batches: int, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
+def show_timeline(job: Job, spans: Sequence[Span], sinks: Sequence[Sink]) -> None:
     """Gives the sinks the picture of a pipeline's step; does nothing without one."""
     if spans:
-        parallel, p, m = job.config.parallel, job.layout.pp, num_micro_batches
+        parallel, p, m = job.config.parallel, job.layout.pp, 1 + max(span.slot.micro_batch for span in spans)
         name = parallel.pp_schedule
         theory = bubble(on_paper(SCHEDULES[name].orders(p, m, parallel.stages_per_rank)))
         title = f"{name}: {p} ranks, {m} micro-batches; bubble {bubble(spans):.1%} measured, {theory:.1%} in theory"
@@ -126,10 +125,8 @@ def show_schedule(job: Job, control: BatchControl, tokens: int, sinks: Sequence[
             )
     if control.measured:
         noise_scale = control.measured[-1][1]
-        sizes = [
-            stage.tokens for start, stage in zip(control.schedule.starts, control.schedule.stages) if start < tokens
-        ]
-        speeds = f"the last noise scale is {noise_scale:,.0f} tokens: what a step's batch gives"
+        sizes = [stage.tokens for stage in reached(tokens, control.schedule)]
+        speeds = f"what larger batches would give, at the last noise scale of {noise_scale:,.0f} tokens"
         for sink in sinks:
             sink.picture("speed", speeds, lambda path: draw_speed(noise_scale, sizes, path, speeds))
 
@@ -145,9 +142,11 @@ def own_sequences(
 ) -> list[MicroBatch]:
     """This rank's share of the step that begins after `tokens` tokens, in micro-batches."""
     shape = job.shape_of(batch_at(tokens, batch))
-    begin, end = same_length_at(tokens, batch)
+    lengths, place = lengths_at(tokens, batch), 0
+    for (begin, seq_len), (end, _) in pairwise(lengths):
+        place = next_place(place, end - begin, seq_len, corpus.train.stretch)
     sequences = (job.config.seed, tokens, shape.num_sequences, shape.seq_len)
-    inputs, targets = rank_batch(corpus.train, *sequences, *data_part, begin=begin, end=end)
+    inputs, targets = rank_batch(corpus.train, *sequences, *data_part, begin=lengths[-1][0], place=place)
     return micro_batches(inputs, targets, shape.micro_batch, device)
 
 

@@ -2,7 +2,9 @@
 
 B_simple = tr(Sigma) / |G|^2, where G is the gradient and Sigma its covariance from one token to another (McCandlish
 et al. 2018, An Empirical Model of Large-Batch Training, section 2.2). Both are estimated from gradients of two batch
-sizes, that of a step and that of its halves (appendix A.1), and depend on neither: averages go on where it changes.
+sizes, that of a step and that of its halves (appendix A.1), and depend on neither: averages go on where the batch
+changes. They do so where the length of sequences changes, too, although G and Sigma are then others: the old are soon
+forgotten.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from math import sqrt
 
 DECAY = 0.95  # of a measurement's weight with each later one: the last 20, about
 LEAST = 5  # measurements before there is an estimate
-SIGNIFICANT = 2.0  # standard errors by which |G|^2 has to be above 0
+SIGNIFICANT = 3.0  # standard errors by which |G|^2 has to be above 0
 
 
 def estimate(whole_square: float, part_squares: Sequence[float], part_tokens: Sequence[float]) -> tuple[float, float]:
@@ -36,7 +38,7 @@ def estimate(whole_square: float, part_squares: Sequence[float], part_tokens: Se
 class NoiseScale:
     """Running averages, one of |G|^2 and one of tr(Sigma): their quotient is no average of quotients."""
 
-    count: int = 0
+    num_measurements: int = 0
     weight: float = 0.0  # the sum of all measurements' weights; the last has 1
     weight_square: float = 0.0  # the sum of their squares
     square: float = 0.0  # weighted sums: of |G|^2,
@@ -45,7 +47,7 @@ class NoiseScale:
 
     def add(self, square: float, trace: float) -> None:
         """Takes the estimates of a step."""
-        self.count += 1
+        self.num_measurements += 1
         self.weight = DECAY * self.weight + 1
         self.weight_square = DECAY**2 * self.weight_square + 1
         self.square = DECAY * self.square + square
@@ -53,34 +55,30 @@ class NoiseScale:
         self.trace = DECAY * self.trace + trace
 
     @property
-    def tokens(self) -> float | None:
-        """B_simple; None while |G|^2 can't be told from 0, or tr(Sigma) is not above it."""
-        if self.count < LEAST or self.trace <= 0:
+    def scale(self) -> float | None:
+        """B_simple in tokens; None while |G|^2 can't be told from 0, or tr(Sigma) is not above it."""
+        if self.num_measurements < LEAST or self.trace <= 0:
             return None
-        mean = self.square / self.weight
-        variance = self.square_square / self.weight - mean**2
-        error = sqrt(max(variance, 0.0) * self.weight_square) / self.weight
-        return self.trace / self.square if mean > SIGNIFICANT * error else None
+        mean, spread = self.square / self.weight, self.weight_square / self.weight**2
+        # The variance of one measurement, unbiased for weights, and from it that of the mean.
+        variance = max(self.square_square / self.weight - mean**2, 0.0) / (1 - spread)
+        return self.trace / self.square if mean > SIGNIFICANT * sqrt(variance * spread) else None
 
 
 @dataclass
 class Growth:
-    """When a batch is to be doubled: it has been below `fraction` of the noise scale `patience` times in a row.
+    """When a batch is to be doubled: it was below `double_below` times the noise scale, `double_after` times in a row.
 
-    A doubled batch is further from the noise scale by itself, and has to wait for as many measurements anew: that and a
-    limit keep it from running away with a noisy estimate.
+    After that the count begins anew, since averages follow slowly; and the batch never passes `double_to` tokens.
     """
 
-    fraction: float
-    patience: int
-    max_tokens: int
-    below: int = 0  # measurements in a row
+    double_below: float
+    double_after: int
+    double_to: int
+    num_below: int = 0  # measurements in a row
 
-    def next_tokens(self, tokens: int, noise_scale: float | None) -> int | None:
-        """The tokens per step from now on, after a measurement at `tokens` of them; None: as before."""
-        small = noise_scale is not None and tokens < self.fraction * noise_scale and 2 * tokens <= self.max_tokens
-        self.below = self.below + 1 if small else 0
-        if self.below < self.patience:
-            return None
-        self.below = 0
-        return 2 * tokens
+    def wants(self, tokens: int, noise_scale: float | None) -> bool:
+        """Whether a batch of so many tokens is to be doubled, after a measurement at it."""
+        small = noise_scale is not None and tokens < self.double_below * noise_scale and 2 * tokens <= self.double_to
+        self.num_below = self.num_below + 1 if small else 0
+        return self.num_below >= self.double_after

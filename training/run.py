@@ -108,11 +108,13 @@ def prepare_data(job: Job) -> Corpus:
     data, vocab_size = job.config.data, job.config.model.vocab_size
     prepared = once_per_node(lambda: prepare_corpus(data, vocab_size), mistake=DataError)
     corpus = load_corpus(data, vocab_size, job.config.seed, prepared)
-    largest = max(shape.tokens for shape in job.shapes.values())
+    largest, keys = max(shape.tokens for shape in job.shapes.values()), job.config.batch
+    key = "batch.stages.N.tokens" if keys.stages else "batch.double_to" if keys.double_to else "batch.tokens"
     if corpus.num_train_tokens is not None and corpus.num_train_tokens < largest:
         raise DataError(
-            f"the data hold {corpus.num_train_tokens} training tokens, less than one batch of batch.tokens={largest}; "
-            f"valid: more data, or batch.tokens <= {corpus.num_train_tokens}"
+            f"the data hold {corpus.num_train_tokens} training tokens, less than one batch of {key}={largest}; "
+            f"valid: more data, or {key} <= {corpus.num_train_tokens}"
+            + (", or batch.scale=1e-7" if keys.stages else "")
         )
     return corpus
 

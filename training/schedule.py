@@ -50,6 +50,11 @@ def batch_at(tokens: int, batch: BatchSchedule) -> Stage:
     return batch.stages[stage_index(tokens, batch)]
 
 
+def reached(tokens: int, batch: BatchSchedule) -> tuple[Stage, ...]:
+    """The stages that have a step before `tokens` tokens are consumed."""
+    return tuple(stage for start, stage in zip(batch.starts, batch.stages) if start < tokens)
+
+
 def steps_at(tokens: int, batch: BatchSchedule) -> int:
     """The least number of steps that consume at least `tokens` tokens."""
     index = stage_index(tokens, batch)
@@ -62,15 +67,13 @@ def tokens_at(steps: int, batch: BatchSchedule) -> int:
     return batch.starts[index] + (steps - batch.first_steps[index]) * batch.stages[index].tokens
 
 
-def same_length_at(tokens: int, batch: BatchSchedule) -> tuple[int, int | None]:
-    """From and up to how many tokens (None: for good) sequences are as long as in the step after `tokens`."""
-    first = last = stage_index(tokens, batch)
-    seq_lens = [stage.seq_len for stage in batch.stages]
-    while first > 0 and seq_lens[first - 1] == seq_lens[first]:
-        first -= 1
-    while last < len(seq_lens) - 1 and seq_lens[last + 1] == seq_lens[last]:
-        last += 1
-    return batch.starts[first], batch.starts[last + 1] if last < len(seq_lens) - 1 else None
+def lengths_at(tokens: int, batch: BatchSchedule) -> list[tuple[int, int]]:
+    """The lengths of sequences up to the step that begins after `tokens`: (from how many tokens on, the length)."""
+    lengths = [(0, batch.stages[0].seq_len)]
+    for start, stage in zip(batch.starts, batch.stages[: stage_index(tokens, batch) + 1]):
+        if stage.seq_len != lengths[-1][1]:
+            lengths.append((start, stage.seq_len))
+    return lengths
 
 
 def cosine(progress: float, decay: float) -> float:
@@ -129,7 +132,7 @@ class LearningRate:
 def lr_at(tokens: int, lr: LearningRate, batch: BatchSchedule) -> float:
     """Learning rate of the step that begins after `tokens` tokens: peak * shape * scaling(B / B_ref) * lr_factor.
 
-    The shape is that of the step's end, so that no step has a rate of 0.
+    The shape is that of the step's end, or the first step would have a rate of 0.
     """
     stage = batch_at(tokens, batch)
     end = steps_at(tokens, batch) + 1 if lr.unit == "steps" else tokens + stage.tokens

@@ -26,7 +26,7 @@ def test_every_slot_comes_once_and_no_rank_waits_for_ever(name: str, p: int, m: 
             assert done["W"] == done["I"]
             assert not done["B"] & done["I"]
         assert {where for _, where, _ in kinds} == set(stages)
-        assert schedule.halves or not any(kind in "IW" for kind, _, _ in kinds)
+        assert schedule.splits_backward or not any(kind in "IW" for kind, _, _ in kinds)
     simulate(orders, UNIT)  # ValueError if they can't be carried out
 
 

@@ -182,7 +182,7 @@ def test_halved_backwards_are_not_recomputed_or_compiled(overrides: list[str], m
 
 def test_tokens_give_the_steps_and_whole_floats_are_numbers_of_tokens() -> None:
     job = make_tiny_job("train.steps=null", "train.tokens=1e4")
-    assert job.budget.steps == 20  # 10,000 tokens in steps of 512, the last one past the budget
+    assert job.budget.num_steps == 20  # 10,000 tokens in steps of 512, the last one past the budget
     assert job.lr.end == 10_000
 
 

@@ -49,8 +49,8 @@ def test_the_noise_scale_of_a_linear_model() -> None:
         for step in range(400):
             half = (64, 128, 256)[step % 3]
             noise.add(*measure(gradients(generator, offset, sigma, 2 * half), [half, half]))
-        assert noise.tokens is not None
-        found.append(noise.tokens)
+        assert noise.scale is not None
+        found.append(noise.scale)
     width = 1.96 * np.std(found, ddof=1) / np.sqrt(len(found))
     assert width < 0.05 * trace / square
     assert abs(np.mean(found) - trace / square) < width
@@ -59,46 +59,65 @@ def test_the_noise_scale_of_a_linear_model() -> None:
 def test_there_is_no_estimate_before_it_means_something() -> None:
     noise = NoiseScale()
     for count in range(LEAST + 1):
-        assert (noise.tokens is None) == (count < LEAST)
+        assert (noise.scale is None) == (count < LEAST)
         noise.add(square=1.0 + 0.1 * (count % 2), trace=50.0)
-    assert noise.tokens == pytest.approx(50 / 1.05, rel=0.1)
+    assert noise.scale == pytest.approx(50 / 1.05, rel=0.1)
 
     lost = NoiseScale()  # |G|^2 is as often below 0 as above
     for count in range(100):
         lost.add(square=-1.0 if count % 2 else 1.0, trace=50.0)
-        assert lost.tokens is None
+        assert lost.scale is None
 
     still = NoiseScale()  # no noise: its estimate may be below 0
     for _ in range(10):
         still.add(square=1.0, trace=-1e-9)
-    assert still.tokens is None
+    assert still.scale is None
 
 
 def test_averages_are_taken_before_the_quotient_and_forget() -> None:
     noise = NoiseScale()
     for square, trace in [(1.0, 1.0), (3.0, 9.0)] * 200:
         noise.add(square, trace)
-    assert noise.tokens == pytest.approx(5 / 2, rel=0.02)  # and not the mean of 1 and 3
+    assert noise.scale == pytest.approx(5 / 2, rel=0.02)  # and not the mean of 1 and 3
     for _ in range(300):
         noise.add(1.0, 10.0)
-    assert noise.tokens == pytest.approx(10)
+    assert noise.scale == pytest.approx(10)
 
 
-def test_the_batch_doubles_after_patience_and_waits_again() -> None:
-    growth = Growth(fraction=0.5, patience=3, max_tokens=400)
-    assert [growth.next_tokens(100, 1000.0) for _ in range(4)] == [None, None, 200, None]
-    growth.below = 0
-    # An estimate that is not there, or not large enough, starts the count anew.
-    assert [growth.next_tokens(100, scale) for scale in (900.0, 900.0, None, 900.0, 200.0, 201.0, 201.0, 201.0)] == [
-        *[None] * 7,
-        200,
-    ]
+def test_noise_alone_is_seldom_taken_for_a_gradient() -> None:
+    """|G|^2 = 0: a normal estimate passes three standard errors of five measurements in 2% of runs (Student's t, 4)."""
+    generator, false_alarms = np.random.default_rng(0), 0
+    for _ in range(1000):
+        noise = NoiseScale()
+        for square in generator.normal(size=LEAST):
+            noise.add(square=square, trace=1.0)
+        false_alarms += noise.scale is not None
+    assert 5 < false_alarms < 40
+
+
+def test_the_batch_doubles_after_some_measurements_in_a_row() -> None:
+    growth = Growth(double_below=0.5, double_after=3, double_to=400)
+    scales = [
+        900.0,
+        900.0,
+        None,
+        900.0,
+        200.0,
+        201.0,
+        201.0,
+        201.0,
+        201.0,
+    ]  # one is not there
+    assert [growth.wants(100, scale) for scale in scales] == [*[False] * 7, True, True]
+    growth.num_below = 0
+    assert [growth.wants(200, 1000.0) for _ in range(3)] == [False, False, True]
+    assert not growth.wants(201, 1000.0)  # twice that is beyond the limit
 
 
 @given(st.integers(1, 1000), st.lists(st.floats(1, 1e6), max_size=50))
-def test_the_batch_never_passes_its_limit(max_tokens: int, scales: list[float]) -> None:
-    growth, tokens = Growth(fraction=1.0, patience=1, max_tokens=max_tokens), 1
+def test_the_batch_never_passes_its_limit(double_to: int, scales: list[float]) -> None:
+    growth, tokens = Growth(double_below=1.0, double_after=1, double_to=double_to), 1
     for scale in scales:
-        tokens = growth.next_tokens(tokens, scale) or tokens
-        assert tokens <= max_tokens
+        tokens *= 2 if growth.wants(tokens, scale) else 1
+        assert tokens <= double_to
         assert tokens < 2 * max(scales)

@@ -11,9 +11,9 @@ from training.schedule import (
     LearningRate,
     Stage,
     batch_at,
+    lengths_at,
     lr_at,
     make_schedule,
-    same_length_at,
     steps_at,
     tokens_at,
     unscaled_lr,
@@ -68,9 +68,9 @@ def test_llama3_rate_follows_the_steps() -> None:
     assert lr_at(0, LLAMA3_LR, LLAMA3) == 8e-5 / 8000
     assert lr_at(tokens_at(7999, LLAMA3), LLAMA3_LR, LLAMA3) == 8e-5  # of the step that ends the warm-up
     last = tokens_at(1_100_928, LLAMA3)
-    assert lr_at(last, LLAMA3_LR, LLAMA3) == pytest.approx(2.142e-6, rel=3e-4)
+    assert lr_at(last, LLAMA3_LR, LLAMA3) == pytest.approx(2.142e-6, rel=5e-4 / 2.1)
     in_tokens = replace(LLAMA3_LR, unit="tokens", warmup=66_853_011_456, end=17_262_140_456_960)
-    assert lr_at(last, in_tokens, LLAMA3) == pytest.approx(2.612e-6, rel=3e-4)
+    assert lr_at(last, in_tokens, LLAMA3) == pytest.approx(2.612e-6, rel=5e-4 / 2.1)
 
 
 @given(STAGES)
@@ -93,17 +93,11 @@ def test_no_step_straddles_a_stage_and_closed_forms_count_what_a_loop_counts(row
 
 
 @given(STAGES, st.integers(0, 400))
-def test_spans_of_one_length_hold_the_step_and_end_where_the_length_changes(
-    rows: list[tuple[int, int, int]], tokens: int
-) -> None:
+def test_lengths_change_where_the_schedule_says(rows: list[tuple[int, int, int]], tokens: int) -> None:
     batch = schedule_of(rows)
-    begin, end = same_length_at(tokens, batch)
-    seq_len = batch_at(tokens, batch).seq_len
-    assert begin <= tokens
-    assert begin == 0 or batch_at(begin - 1, batch).seq_len != seq_len
-    last = batch.starts[-1] if end is None else end - 1
-    assert {batch_at(t, batch).seq_len for t in range(begin, last + 1)} == {seq_len}
-    assert end is None or batch_at(end, batch).seq_len != seq_len
+    seq_lens = [batch_at(each, batch).seq_len for each in range(tokens + 1)]
+    changes = [each for each in range(1, tokens + 1) if seq_lens[each] != seq_lens[each - 1]]
+    assert lengths_at(tokens, batch) == [(each, seq_lens[each]) for each in (0, *changes)]
 
 
 @pytest.mark.parametrize("scaling", ["sqrt", "linear", "none"])
