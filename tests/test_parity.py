@@ -1,8 +1,6 @@
 """CONTRACT for every layout: the losses, norms, gradients and weights of one rank. The table is in tests/cases.py."""
 
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,49 +10,31 @@ import torch
 from torch import Tensor
 
 from tests.cases import CASES, DROPPING, MEMORY, MODELS, Case
-from tests.cli import ROOT
 from tests.parity import OPTIMIZERS, plain_run
 from tests.products import random_products
 
+RANKS = "tests.parity"
 PRODUCTS_SEED = int(os.environ["PRODUCTS_SEED"])  # see conftest.py
-
-
-@pytest.fixture(scope="session")
-def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function: the folder in which that many ranks have left the results of all their cases, or of chosen ones."""
-
-    @cache
-    def run(num_ranks: int, *chosen: int | str) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
-        folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        command = [sys.executable, "-m", "tests.parity", str(num_ranks), str(folder), *map(str, chosen)]
-        return folder, subprocess.run(command, cwd=ROOT, timeout=600, capture_output=True, text=True)
-
-    def results(num_ranks: int, *chosen: int | str) -> Path:
-        folder, done = run(num_ranks, *chosen)
-        assert done.returncode == 0, done.stderr
-        return folder
-
-    return results
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equal_to_one_rank(case: Case, optimizer: str, results_of_ranks: Any) -> None:
-    assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size))
+    assert_equal_to_one_rank(case, optimizer, results_of_ranks(RANKS, case.layout.world_size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEMORY, ids=lambda case: case.name)
 def test_every_way_to_save_memory_is_equal_to_one_rank(case: Case, results_of_ranks: Any) -> None:
     for optimizer in OPTIMIZERS:
-        assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size, "memory"))
+        assert_equal_to_one_rank(case, optimizer, results_of_ranks(RANKS, case.layout.world_size, "memory"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", random_products(PRODUCTS_SEED), ids=lambda case: f"{PRODUCTS_SEED}-{case.name}")
 def test_random_products_are_equal_to_one_rank(case: Case, results_of_ranks: Any) -> None:
     for optimizer in OPTIMIZERS:
-        assert_equal_to_one_rank(case, optimizer, results_of_ranks(case.layout.world_size, PRODUCTS_SEED))
+        assert_equal_to_one_rank(case, optimizer, results_of_ranks(RANKS, case.layout.world_size, PRODUCTS_SEED))
 
 
 def assert_equal_to_one_rank(case: Case, optimizer: str, folder: Path) -> None:
@@ -96,7 +76,9 @@ def assert_each_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
 def test_dropout_leaves_replicas_equal(case: Case, results_of_ranks: Any) -> None:
-    found = torch.load(results_of_ranks(case.layout.world_size) / f"{case.name}.pt")["sgd"]  # asserted there: equal
+    found = torch.load(results_of_ranks(RANKS, case.layout.world_size) / f"{case.name}.pt")[
+        "sgd"
+    ]  # asserted there: equal
     assert (found["losses"] - plain_run_of("gpt2", "sgd")["losses"]).abs().max() > 1e-3
 
 

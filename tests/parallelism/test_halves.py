@@ -3,7 +3,6 @@
 python -m tests.parallelism.test_halves 2 OUT     two ranks run the layouts that are for two, and leave OUT/NAME.pt
 """
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,7 +20,6 @@ from parallelism.launch import run_ranks
 from parallelism.mesh import start_process_group
 from parallelism.nd import parallelize
 from tests.cases import INTERLEAVED, MODELS, SP, ZERO2, Case, case
-from tests.cli import ROOT
 from tests.parity import SEED, global_batch, mesh_of, own_micro_batches, put_together
 from training.noise_scale import estimate
 
@@ -94,21 +92,6 @@ def run_cases(stop: Any, num_ranks: int, out: Path) -> int:
     return 0
 
 
-@pytest.fixture(scope="module")
-def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function: the folder in which that many ranks have left what they found."""
-
-    @cache
-    def run(num_ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"halves{num_ranks}")
-        command = [sys.executable, "-m", "tests.parallelism.test_halves", str(num_ranks), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return folder
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def _in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
@@ -118,7 +101,7 @@ def _in_float64() -> Iterator[None]:
 
 @pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
 def test_halves_have_the_norms_of_one_rank(each: Case, results_of_ranks: Any) -> None:
-    found = torch.load(results_of_ranks(each.layout.world_size) / f"{each.name}.pt")
+    found = torch.load(results_of_ranks("tests.parallelism.test_halves", each.layout.world_size) / f"{each.name}.pt")
     expected = plain(each.model)
     assert found["squares"].dtype == torch.float64
     assert found["tokens"].tolist() == expected["tokens"].tolist()

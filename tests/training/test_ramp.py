@@ -4,9 +4,7 @@ python -m tests.training.test_ramp 2 OUT     two ranks train on the layouts that
 """
 
 import json
-import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from memory.footprint import Footprint
 from parallelism.launch import run_ranks
 from parallelism.mesh import start_process_group
 from parallelism.stop import Stop
-from tests.cli import ROOT, make_tiny_job
+from tests.cli import make_tiny_job
 from training.batch_control import BatchControl
 from training.job import Job
 from training.loop import own_sequences, train
@@ -90,19 +88,15 @@ def run_layouts(stop: Stop, jobs: dict[str, Job], out: Path) -> int:
     return 0
 
 
-@pytest.fixture(scope="module")
-def lines_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def lines_of(results_of_ranks: Any) -> Any:
     """A function: the lines of a run on so many ranks, by its layout."""
 
-    @cache
-    def run(num_ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ramp{num_ranks}")
-        command = [sys.executable, "-m", "tests.training.test_ramp", str(num_ranks), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return folder
+    def lines(num_ranks: int, layout: str) -> list[dict[str, Any]]:
+        folder = results_of_ranks("tests.training.test_ramp", num_ranks)
+        return json.loads((folder / f"{layout}.json").read_text())
 
-    return lambda num_ranks, layout: json.loads((run(num_ranks) / f"{layout}.json").read_text())
+    return lines
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
