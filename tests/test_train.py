@@ -23,6 +23,11 @@ STEP_KEYS = {
 MEASURED = {"step_seconds", "tokens_per_second", "tflops_per_device", "mfu", "hfu", "memory"}
 
 
+def slow(*layout: str) -> Any:
+    """A layout that `make bench` runs: the parity table and the ramp have it, or one much like it, in every run."""
+    return pytest.param([*layout], marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_rank") / "run"
@@ -58,11 +63,11 @@ def test_the_same_seed_twice_gives_the_same_run(one_rank: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "layout",
     [
-        ["dp=4", "memory=accum"],
+        slow("dp=4", "memory=accum"),
         ["parallel=hsdp", "parallel.reshard=false", "memory.micro_batch=2"],
         ["parallel=nd", "dp=2", "parallel.pp_schedule=zb_h1", "parallel.sequence_parallel=true"],
-        ["cp=2", "tp=2", "parallel.cp_method=ulysses", "parallel.sequence_parallel=true"],
-        ["parallel=tp", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true", "memory.micro_batch=4"],
+        slow("cp=2", "tp=2", "parallel.cp_method=ulysses", "parallel.sequence_parallel=true"),
+        slow("parallel=tp", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true", "memory.micro_batch=4"),
     ],
     ids=" ".join,
 )
@@ -148,14 +153,18 @@ def test_a_missing_file_is_told_once_by_all_ranks(tmp_path: Path) -> None:
     assert "nowhere/*.txt" in errors[0]
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "tp=2 parallel.sequence_parallel=true", "cp=2", "pp=2"])
-def test_real_text_on_two_ranks(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [["dp=2"], ["pp=2"], slow("tp=2", "parallel.sequence_parallel=true"), slow("cp=2")],
+    ids=" ".join,
+)
+def test_real_text_on_two_ranks(layout: list[str], tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / f"texts/{number}.txt").write_text(f"{number} bottles of beer on the wall, take one down. " * 20)
     text = ["data=files", f"data.path={tmp_path}/texts", f"data.cache_dir={tmp_path}/cache", "model.vocab_size=300"]
     run_training(tmp_path / "one", *text, "train.sample_tokens=5")
-    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", *layout.split())
+    done = run_training(tmp_path / "two", *text, "train.sample_tokens=5", *layout)
     assert column(tmp_path / "two", "loss") == pytest.approx(column(tmp_path / "one", "loss"), rel=1e-5)
     assert column(tmp_path / "two", "eval_loss") == pytest.approx(column(tmp_path / "one", "eval_loss"), rel=1e-5)
     assert (tmp_path / "two/sample.txt").read_text() == (tmp_path / "one/sample.txt").read_text()
@@ -249,8 +258,8 @@ def test_a_model_with_more_rows_than_the_tokenizer_has_entries_writes_text(tmp_p
     "layout",
     [
         ["dp=2", "cp=2", "memory.ckpt=full"],
-        ["pp=2", "memory.micro_batch=4", "memory.ckpt=selective", "memory.offload=[activations]"],
-        ["tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"],
+        slow("pp=2", "memory.micro_batch=4", "memory.ckpt=selective", "memory.offload=[activations]"),
+        slow("tp=2", "dp=2", "dp_shard=2", "parallel.sequence_parallel=true"),
     ],
     ids=" ".join,
 )

@@ -81,7 +81,7 @@ def keys_and_values(model: str, num_ranks: int) -> int:
     return config.layers * 2 * SEQUENCES * PARITY_SEQ_LEN // num_ranks * config.num_kv_heads * config.head_dim
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ring_receives_the_keys_and_values_of_all_others(num_ranks: int, measure: Measure) -> None:
     """Of c ranks' in forward c - 1, in backward again, and then the gradients of all c: those of its own come home."""
     block = keys_and_values("llama", num_ranks)
@@ -92,7 +92,7 @@ def test_ring_receives_the_keys_and_values_of_all_others(num_ranks: int, measure
     assert measured["gathered"] == measured["scattered"] == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_allgather_gathers_all_keys_and_values(num_ranks: int, measure: Measure) -> None:
     """In forward and in backward once each; the gradients are then reduced and scattered. A rank has 1/c of all."""
     whole = num_ranks * keys_and_values("llama", num_ranks)

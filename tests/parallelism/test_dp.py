@@ -5,7 +5,7 @@ import pytest
 from tests.parallelism.conftest import Measure, num_parameters
 
 
-@pytest.mark.parametrize("micro_batch", [12, 3])
+@pytest.mark.parametrize("micro_batch", [pytest.param(12, marks=pytest.mark.slow), 3])
 def test_gradients_are_reduced_once_a_step_however_many_micro_batches(micro_batch: int, measure: Measure) -> None:
     """2(n-1)/n of the gradient: all-reduced elements, each of which a rank sends and gets (n-1)/n times."""
     measured = measure("gpt2", micro_batch, dp=2)

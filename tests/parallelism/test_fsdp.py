@@ -31,14 +31,16 @@ def test_kept_parameters_are_gathered_and_their_gradients_scattered_once_a_step(
     assert measured["gathered"] == measured["scattered"] == num_parameters("gpt2_even")
 
 
-@pytest.mark.parametrize("micro_batch", [6, 2])
+@pytest.mark.parametrize("micro_batch", [pytest.param(6, marks=pytest.mark.slow), 2])
 def test_replicas_reduce_one_shard_once_a_step(micro_batch: int, measure: Measure) -> None:
     """2(m-1)/m of a shard."""
     measured = measure("gpt2_even", micro_batch, dp=4, dp_shard=2)
     assert measured["reduced"] == num_parameters("gpt2_even") / 2
 
 
-@pytest.mark.parametrize(("dp", "dp_shard"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("dp", "dp_shard"), [pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow), (4, 2)]
+)
 def test_a_rank_holds_its_share_of_parameters_gradients_and_moments(dp: int, dp_shard: int, measure: Measure) -> None:
     measured = measure("llama", 6, dp=dp, dp_shard=dp_shard)
     assert measured["replicated_bytes"] == 0

@@ -46,7 +46,10 @@ def resident(key: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("dp", "dp_shard", "tp"), [(4, 4, 1), (1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "dp_shard", "tp"),
+    [pytest.param(4, 4, 1, marks=pytest.mark.slow), pytest.param(1, 1, 4, marks=pytest.mark.slow), (2, 2, 2)],
+)
 def test_building_takes_the_shard_and_one_parameter(dp: int, dp_shard: int, tp: int, tmp_path: Path) -> None:
     out = tmp_path / "grown"
     arguments = [str(dp), str(dp_shard), str(tp), str(out)]

@@ -27,7 +27,7 @@ def test_sequence_parallelism_moves_the_same_in_other_collectives(measure: Measu
     assert measured["reduced"] == 0
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_holds_its_share_of_what_is_split(tp: int, measure: Measure) -> None:
     measured = measure("llama", tp=tp)
     norms = (2 * LAYERS + 1) * 48
