@@ -116,7 +116,7 @@ class DistributedModel:
 
     def _count(self, parts: Sequence[Part]) -> Tensor:
         """Valid tokens of the parts of all ranks."""
-        return self._sum_over_data(sum((targets != IGNORED).sum() for _, targets, _ in parts))  # type: ignore[arg-type]
+        return self._sum_over_data(torch.stack([(targets != IGNORED).sum() for _, targets, _ in parts]).sum())
 
     def _backward(self, parts: Sequence[Part], num_tokens: Tensor, half: int | None = None) -> tuple[Tensor, Gradients]:
         """Forward and backward; leaves gradients summed over data parallel ranks.

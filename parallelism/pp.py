@@ -110,13 +110,17 @@ def _reduce(stage: Any) -> list[nn.Parameter]:
     groups = _fsdp_groups(stage)
     for group in groups:
         group.post_backward()
-    fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    _fsdp_state(stage)._root_post_backward_final_callback()
     return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
+def _fsdp_state(unit: Any) -> Any:
+    return fully_shard.state(unit)  # type: ignore[attr-defined]
 
 
 def _fsdp_groups(stage: nn.Module) -> list[Any]:
     """Of each unit the group of its parameters; torch 2.11 has one, or none, where later ones have a list."""
-    states: list[Any] = [fully_shard.state(unit) for unit in stage.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    states = [_fsdp_state(unit) for unit in stage.modules() if isinstance(unit, FSDPModule)]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for those in groups for group in those if group]
 

@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_from_a_saved_state_decides_as_it_would_have() -> Non
         # The halves of a step with |G|^2 = 1 and tr(Sigma) = 500: see training/noise_scale.py.
         halves = Halves(torch.full((2,), 0.25 + 500 / 2 / 64), torch.tensor([32, 32]))
         norm = sqrt(1 + 500 / 64 + number % 2 / 100)
-        decided = [control.measure(ALONE, halves, norm, 64 * number) for control in (whole, resumed)]  # type: ignore[arg-type]
+        decided = [control.measure(ALONE, halves, norm, 64 * number) for control in (whole, resumed)]
         assert decided[0] == decided[1]
     assert whole.schedule == resumed.schedule
     assert len(whole.schedule.stages) == 4
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_from_a_saved_state_decides_as_it_would_have() -> Non
 
 def test_a_half_without_a_target_is_no_measurement() -> None:
     control = BatchControl(make_tiny_job())
-    assert control.measure(ALONE, Halves(torch.tensor([1.0, 0.0]), torch.tensor([9, 0])), 1.0, 9) is None  # type: ignore[arg-type]
+    assert control.measure(ALONE, Halves(torch.tensor([1.0, 0.0]), torch.tensor([9, 0])), 1.0, 9) is None
     assert control.noise.num_measurements == 0
 
 
@@ -98,4 +98,4 @@ class Alone:
         return list(numbers)
 
 
-ALONE = Alone()
+ALONE: Any = Alone()

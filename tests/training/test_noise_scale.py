@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.noise_scale import LEAST, Growth, NoiseScale, estimate
+from training.noise_scale import DECAY, LEAST, Growth, NoiseScale, estimate
 
 
 def gradients(generator: np.random.Generator, offset: np.ndarray, sigma: float, num: int) -> np.ndarray:
@@ -61,7 +61,9 @@ def test_there_is_no_estimate_before_it_means_something() -> None:
     for count in range(LEAST + 1):
         assert (noise.scale is None) == (count < LEAST)
         noise.add(square=1.0 + 0.1 * (count % 2), trace=50.0)
-    assert noise.scale == pytest.approx(50 / 1.05, rel=0.1)
+    weights = [DECAY**age for age in range(LEAST + 1)]  # of the last one first, whose square is 1.1
+    squares = [weight * (1.1 if age % 2 == 0 else 1.0) for age, weight in enumerate(weights)]
+    assert noise.scale == pytest.approx(50 * sum(weights) / sum(squares))
 
     lost = NoiseScale()  # |G|^2 is as often below 0 as above
     for count in range(100):
@@ -78,7 +80,7 @@ def test_averages_are_taken_before_the_quotient_and_forget() -> None:
     noise = NoiseScale()
     for square, trace in [(1.0, 1.0), (3.0, 9.0)] * 200:
         noise.add(square, trace)
-    assert noise.scale == pytest.approx(5 / 2, rel=0.02)  # and not the mean of 1 and 3
+    assert noise.scale == pytest.approx((9 + DECAY) / (3 + DECAY))  # and not the mean of 1 and 3
     for _ in range(300):
         noise.add(1.0, 10.0)
     assert noise.scale == pytest.approx(10)
